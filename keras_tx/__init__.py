@@ -1,0 +1,48 @@
+"""The transformer, one justified piece at a time, as reusable Keras layers."""
+
+from keras_tx._backend import require_backend
+
+require_backend()
+
+from keras_tx._version import __version__  # noqa: E402
+from keras_tx.attention import MultiHead, ScaledAttention  # noqa: E402
+from keras_tx.blocks import TransformerBlock  # noqa: E402
+from keras_tx.embeddings import LearnedSegment, TokenEmbedding  # noqa: E402
+from keras_tx.feed_forward import FeedForward, gelu_tanh  # noqa: E402
+from keras_tx.models import decoder, encoder, encoder_decoder  # noqa: E402
+from keras_tx.norms import RMSNorm  # noqa: E402
+from keras_tx.positions import (  # noqa: E402
+    AlibiPosition,
+    LearnedPosition,
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    RelativePosition,
+    RotaryPosition,
+    SinusoidalPosition,
+    YarnScaling,
+)
+
+__all__ = [
+    "AlibiPosition",
+    "FeedForward",
+    "LearnedPosition",
+    "LearnedSegment",
+    "LinearScaling",
+    "Llama3Scaling",
+    "MultiHead",
+    "NtkScaling",
+    "RMSNorm",
+    "RelativePosition",
+    "RotaryPosition",
+    "ScaledAttention",
+    "SinusoidalPosition",
+    "TokenEmbedding",
+    "TransformerBlock",
+    "YarnScaling",
+    "__version__",
+    "decoder",
+    "encoder",
+    "encoder_decoder",
+    "gelu_tanh",
+]

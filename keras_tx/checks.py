@@ -1,0 +1,131 @@
+"""Checks of arguments: what arrived, what was expected, the remedy."""
+
+import math
+import numbers
+
+import keras
+from keras import ops
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+
+def positive_integer(name, value, *, optional=False):
+    """Returns `value` as an `int` of at least 1, or `None` where allowed."""
+    if value is None and optional:
+        return None
+    # Integers arrive as `np.int64` too; `True` is a flag that went astray.
+    if (
+        isinstance(value, numbers.Integral)
+        and not isinstance(value, bool)
+        and value >= 1
+    ):
+        return int(value)
+    raise ValueError(
+        f"`{name}` must be a positive integer"
+        f"{' or None' if optional else ''}. Received: {name}={value!r} "
+        f"(of type {type(value).__name__})."
+    )
+
+
+def integer(name, value, *, optional=False):
+    """Returns `value` as an `int`, or `None` where allowed."""
+    if value is None and optional:
+        return None
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    raise ValueError(
+        f"`{name}` must be an integer{' or None' if optional else ''}. "
+        f"Received: {name}={value!r} (of type {type(value).__name__})."
+    )
+
+
+def positive_number(name, value, *, optional=False):
+    """Returns `value` as a finite `float` above 0, or `None` where allowed."""
+    if value is None and optional:
+        return None
+    if (
+        isinstance(value, numbers.Real)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value > 0
+    ):
+        return float(value)
+    raise ValueError(
+        f"`{name}` must be a finite number above 0"
+        f"{' or None' if optional else ''}. Received: {name}={value!r}."
+    )
+
+
+def rate(name, value):
+    """Returns a dropout rate in [0, 1) as a `float`."""
+    if (
+        isinstance(value, numbers.Real)
+        and not isinstance(value, bool)
+        and 0 <= value < 1
+    ):
+        return float(value)
+    raise ValueError(
+        f"`{name}` is the share of features to drop, a number from 0 up to "
+        f"but not including 1. Received: {name}={value!r}."
+    )
+
+
+def boolean(name, value):
+    """Returns `value` as a `bool`."""
+    if isinstance(value, (bool,)) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise ValueError(
+        f"`{name}` must be True or False. Received: {name}={value!r} "
+        f"(of type {type(value).__name__})."
+    )
+
+
+def choice(name, value, options):
+    """Returns `value`, one of `options`."""
+    # `1 == True`, so identity of type matters beside equality.
+    for option in options:
+        if type(value) is type(option) and value == option:
+            return value
+    raise ValueError(
+        f"`{name}` must be one of {', '.join(map(repr, options))}. "
+        f"Received: {name}={value!r}."
+    )
+
+
+def rank(name, x, ranks, layout):
+    """Refuses a tensor whose rank is not among `ranks`."""
+    if len(x.shape) not in ranks:
+        raise ValueError(
+            f"`{name}` must have the shape {layout}. "
+            f"Received: {name}.shape={tuple(x.shape)}."
+        )
+
+
+def is_integer_dtype(x):
+    """Whether `x` holds integers."""
+    return keras.backend.is_int_dtype(x.dtype)
+
+
+def integer_tensor(name, x, meaning):
+    """Refuses a tensor of floats where integers are needed."""
+    if not is_integer_dtype(x):
+        raise ValueError(
+            f"`{name}` must hold integers ({meaning}). Received: "
+            f"{name}.dtype={keras.backend.standardize_dtype(x.dtype)}. Cast "
+            'it, or declare the input as `keras.Input(..., dtype="int32")`.'
+        )
+
+
+def while_tracing_shapes():
+    """Whether Keras is only working out shapes, with invented lengths."""
+    return in_symbolic_scope()
+
+
+def known_value(x):
+    """Returns the NumPy value of `x`, or `None` while it is being traced."""
+    if while_tracing_shapes() or keras.backend.is_keras_tensor(x):
+        return None
+    # A traced tensor refuses conversion, each backend with its own error.
+    try:
+        return ops.convert_to_numpy(x)
+    except Exception:
+        return None

@@ -1,0 +1,147 @@
+"""Layers that hold layers: slots, configs, templates and initializers.
+
+A composite layer keeps each child in a *slot*: an attribute whose name is also
+the child's name, and so part of every variable's path and of the file format.
+This module is the one place that knows how children enter a slot and how they
+travel through configs.
+"""
+
+import copy
+import zlib
+
+import keras
+
+PACKAGE = "keras_tx"
+
+# Counts changes to configs or variable paths that older files would feel.
+# Files written under an older number must load for ever; see tests/golden.
+FORMAT = 1
+
+register = keras.saving.register_keras_serializable(PACKAGE)
+
+
+def adopt(parent, slot, child):
+    """Puts `child` into a slot of `parent`: its name, its dtype, its owner.
+
+    Args:
+        parent: The layer that will hold `child`.
+        slot: Name of the slot. It becomes the name of the child, whatever its
+            maker called it, because names are the file format.
+        child: A fresh layer, or `None` for an empty slot.
+
+    Returns:
+        `child`, named and in the dtype policy of `parent`.
+
+    Raises:
+        ValueError: If `child` is no layer, already sits in another slot, or
+            has weights already, whose paths could no longer be right.
+    """
+    if child is None:
+        return None
+    if not isinstance(child, keras.layers.Layer):
+        raise ValueError(
+            f"`{slot}` of `{type(parent).__name__}` must be a Keras layer. "
+            f"Received: {slot}={child!r} (of type {type(child).__name__})."
+        )
+    owner = getattr(child, "_slot_owner", None)
+    if owner is not None:
+        raise ValueError(
+            f"`{slot}` of `{type(parent).__name__}` received the layer "
+            f"'{child.name}' that already is {owner}. A layer has one place, "
+            "or its weights would be saved twice and come apart on loading. "
+            "Make a second one: `type(layer).from_config(layer.get_config())`."
+        )
+    if child.built and child.weights:
+        raise ValueError(
+            f"`{slot}` of `{type(parent).__name__}` received the layer "
+            f"'{child.name}' that is built already, so that the paths of its "
+            "weights lack the parent's name. Pass a fresh layer, for example "
+            "`type(layer).from_config(layer.get_config())`."
+        )
+    child._slot_owner = f"`{slot}` of a `{type(parent).__name__}`"
+    child.name = slot
+    share_dtype(child, parent.dtype_policy)
+    return child
+
+
+def share_dtype(child, policy):
+    """Gives `child` and all that it holds a dtype policy.
+
+    A layer made under another global policy would round what passes through.
+    """
+    child.dtype_policy = policy
+    for grandchild in getattr(child, "_layers", ()):
+        share_dtype(grandchild, policy)
+
+
+def child_config(child):
+    """Returns the config of a child layer, without its `build_config`.
+
+    Keras builds a child that carries one outside its parent on loading, and
+    the paths of its variables then lose the parent's name. It is removed in
+    place because Keras may add a tag to this very dict later.
+    """
+    config = keras.saving.serialize_keras_object(child)
+    if isinstance(config, dict):
+        config.pop("build_config", None)
+    return config
+
+
+def serialize_children(layer, *slots):
+    """Returns `{slot: config}` for the children of `layer`."""
+    return {slot: child_config(getattr(layer, slot)) for slot in slots}
+
+
+def deserialize_children(config, *slots):
+    """Returns a copy of `config` whose serialized children are live again."""
+    children = {
+        slot: keras.saving.deserialize_keras_object(config[slot])
+        for slot in slots
+        if isinstance(config.get(slot), dict)
+    }
+    return {**config, **children}
+
+
+def replicate(layer, **overrides):
+    """Returns a fresh layer like `layer`, with no weights of its own yet.
+
+    Args:
+        layer: The layer that serves as a template.
+        **overrides: Config entries that the copy does not share, such as
+            `name`.
+    """
+    config = copy.deepcopy(child_config(layer))
+    config["config"].update(overrides)
+    return keras.saving.deserialize_keras_object(config)
+
+
+def fresh_initializer(initializer, salt):
+    """Returns an initializer that no other kernel shares.
+
+    One initializer object gives the same values at every call, so that two
+    kernels of one shape would start equal. An unseeded one is made anew; a
+    seeded one gets a seed of its own from its seed and the kernel's path, so
+    that the values still follow from the seed.
+
+    Args:
+        initializer: A Keras initializer, or what `keras.initializers.get`
+            understands.
+        salt: Path of the kernel within its model.
+    """
+    initializer = keras.initializers.get(initializer)
+    if not isinstance(initializer, keras.initializers.Initializer):
+        return initializer
+    config = initializer.get_config()
+    if isinstance(config.get("seed"), int):
+        config["seed"] = fresh_seed(config["seed"], salt)
+    return type(initializer).from_config(config)
+
+
+def fresh_seed(seed, salt):
+    """Returns a seed that no other layer shares, or `None` for an unseeded one.
+
+    Two layers copied from one seeded template would drop the same features.
+    """
+    if seed is None:
+        return None
+    return zlib.crc32(f"{seed}/{salt}".encode()) & 0x7FFFFFFF

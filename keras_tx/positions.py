@@ -267,7 +267,7 @@ def _check_embeddings(layer, shape):
 class _Scaling:
     """Config, equality and serialisation of the rotary scalings."""
 
-    fields = ()
+    fields: tuple[str, ...] = ()
 
     def get_config(self):
         return {name: getattr(self, name) for name in self.fields}

@@ -7,6 +7,7 @@ require_backend()
 from keras_tx._version import __version__  # noqa: E402
 from keras_tx.attention import MultiHead, ScaledAttention  # noqa: E402
 from keras_tx.blocks import TransformerBlock  # noqa: E402
+from keras_tx.data import mask_tokens, next_token, pack  # noqa: E402
 from keras_tx.embeddings import LearnedSegment, TokenEmbedding  # noqa: E402
 from keras_tx.feed_forward import FeedForward, gelu_tanh  # noqa: E402
 from keras_tx.models import decoder, encoder, encoder_decoder  # noqa: E402
@@ -45,4 +46,7 @@ __all__ = [
     "encoder",
     "encoder_decoder",
     "gelu_tanh",
+    "mask_tokens",
+    "next_token",
+    "pack",
 ]

@@ -6,8 +6,9 @@ import warnings
 import keras
 from keras import ops
 
-from keras_tx import checks, kernels, masks
+from keras_tx import cache, checks, kernels, masks
 from keras_tx.norms import NormTemplate
+from keras_tx.positions import check_positions, default_positions
 from keras_tx.serialization import (
     adopt,
     deserialize_children,
@@ -118,6 +119,15 @@ class ScaledAttention(keras.layers.Layer):
                 fresh_seed(self.seed, self.path)
             )
 
+    def __call__(self, query, *args, key=None, value=None, **kwargs):
+        # Keras casts each argument on its own, so that one tensor given twice
+        # would become two, and no longer be self-attention.
+        if value is key:
+            value = None
+        if key is query and value is None:
+            key = None
+        return super().__call__(query, *args, key=key, value=value, **kwargs)
+
     def call(
         self,
         query,
@@ -134,7 +144,7 @@ class ScaledAttention(keras.layers.Layer):
         return_attention_scores=False,
         training=None,
     ):
-        mask = self._mask(
+        mask, bias = self._mask_and_bias(
             query,
             key=key,
             value=value,
@@ -142,6 +152,7 @@ class ScaledAttention(keras.layers.Layer):
             key_mask=key_mask,
             value_mask=value_mask,
             attention_mask=attention_mask,
+            bias=bias,
             segment_ids=segment_ids,
             use_causal_mask=use_causal_mask,
         )
@@ -186,6 +197,23 @@ class ScaledAttention(keras.layers.Layer):
                 )
 
         scale = self.scale or 1 / math.sqrt(query.shape[-1])
+        scope = cache.scope()
+        if scope is not None and mask.causal:
+            held = scope.hold(self, key, value, mask)
+            if isinstance(held, cache.Held):
+                mixed, weights = kernels.held(
+                    query,
+                    held,
+                    queries=mask.queries,
+                    scale=scale,
+                    soft_cap=self.soft_cap,
+                    bias=bias,
+                    return_weights=return_attention_scores,
+                )
+                if return_attention_scores:
+                    return mixed, ops.cast(weights, self.compute_dtype)
+                return mixed
+            mask = held
         mixed, weights = kernels.dense(
             query,
             key,
@@ -200,7 +228,7 @@ class ScaledAttention(keras.layers.Layer):
             return mixed, ops.cast(weights, self.compute_dtype)
         return mixed
 
-    def _mask(
+    def _mask_and_bias(
         self,
         query,
         *,
@@ -210,10 +238,11 @@ class ScaledAttention(keras.layers.Layer):
         key_mask,
         value_mask,
         attention_mask,
+        bias,
         segment_ids,
         use_causal_mask,
     ):
-        """Checks shapes and gathers all masks, the implicit ones included."""
+        """Checks inputs and gathers all masks, the implicit ones included."""
         layout = "(batch, time, features) or (batch, time, heads, features)"
         checks.rank("query", query, (3, 4), layout)
         if key is None and value is not None:
@@ -225,6 +254,8 @@ class ScaledAttention(keras.layers.Layer):
         own_value = own_key if value is None else value
         for name, x in (("key", own_key), ("value", own_value)):
             checks.rank(name, x, (len(query.shape),), layout + ", as `query`")
+        for name, x in (("query", query), ("key", own_key), ("value", own_value)):
+            checks.floats(name, x)
         if own_key.shape[-1] != query.shape[-1]:
             raise ValueError(
                 "`query` and `key` are compared feature by feature, so their "
@@ -245,7 +276,7 @@ class ScaledAttention(keras.layers.Layer):
                 f"query.shape={tuple(query.shape)}, "
                 f"key.shape={tuple(own_key.shape)}."
             )
-        return gather_mask(
+        mask = gather_mask(
             query,
             key=key,
             value=value,
@@ -258,6 +289,10 @@ class ScaledAttention(keras.layers.Layer):
             causal=self.causal or use_causal_mask,
             window=self.window,
         )
+        return mask, check_bias(bias, query, num_heads, own_key)
+
+    def compute_output_shape(self, query_shape, key_shape=None, value_shape=None):
+        return (*query_shape[:-1], (value_shape or key_shape or query_shape)[-1])
 
     def compute_output_spec(
         self,
@@ -275,7 +310,7 @@ class ScaledAttention(keras.layers.Layer):
         return_attention_scores=False,
         training=None,
     ):
-        self._mask(
+        self._mask_and_bias(
             query,
             key=key,
             value=value,
@@ -283,6 +318,7 @@ class ScaledAttention(keras.layers.Layer):
             key_mask=key_mask,
             value_mask=value_mask,
             attention_mask=attention_mask,
+            bias=bias,
             segment_ids=segment_ids,
             use_causal_mask=use_causal_mask,
         )
@@ -345,11 +381,16 @@ def gather_mask(
         (value is None or value is query) and (key is None or key is query)
     )
     memory = next((x for x in (key, value) if x is not None), query)
-    num_queries, num_keys = query.shape[1], memory.shape[1]
+    batch, num_queries, num_keys = query.shape[0], query.shape[1], memory.shape[1]
+    remedy = "Rows and keys must agree: (batch, keys, ...)."
+    for name, x in (("key", key), ("value", value)):
+        if x is not None:
+            checks.size(name, x, 0, (batch,), "rows", remedy)
+            checks.size(name, x, 1, (num_keys,), "keys", remedy)
     same_length = same_length or (num_queries is not None and num_queries == num_keys)
 
     over_queries = [
-        masks.over_queries("query_mask", mask, num_queries)
+        masks.over_queries("query_mask", mask, batch, num_queries)
         for mask in _distinct(query_mask, masks.implicit(query))
     ]
     queries = None
@@ -358,19 +399,24 @@ def gather_mask(
 
     sources = (query,) if alone else (key, value)
     keys = [
-        masks.over_keys("key_mask", mask, num_keys)
+        masks.over_keys(
+            "value_mask" if mask is value_mask else "key_mask", mask, batch, num_keys
+        )
         for mask in _distinct(key_mask, value_mask, *map(masks.implicit, sources))
     ]
     pairs = []
     if attention_mask is not None:
         of_keys, of_pairs = masks.over_pairs(
-            "attention_mask", attention_mask, num_heads, num_queries, num_keys
+            "attention_mask", attention_mask, batch, num_heads, num_queries, num_keys
         )
         keys += [] if of_keys is None else [of_keys]
         pairs += [] if of_pairs is None else [of_pairs]
     if segment_ids is not None:
-        checks.integer_tensor("segment_ids", segment_ids, "one segment a token")
+        segment_ids = checks.integers("segment_ids", segment_ids, "one segment a token")
         checks.rank("segment_ids", segment_ids, (2,), "(batch, time)")
+        remedy = "Each token has one segment: (batch, time)."
+        checks.size("segment_ids", segment_ids, 1, (num_queries,), "segments", remedy)
+        checks.size("segment_ids", segment_ids, 0, (1, batch), "rows", remedy)
         if not same_length:
             raise ValueError(
                 "`segment_ids` belong to self-attention, where queries and keys "
@@ -386,6 +432,36 @@ def gather_mask(
         segments=segment_ids,
         same_length=same_length,
     )
+
+
+def check_bias(bias, query, num_heads, key):
+    """Returns `bias` as a tensor of floats that fits `(B, N, T, S)`, or `None`."""
+    bias = checks.tensor("bias", bias)
+    if bias is None:
+        return None
+    layout = "broadcastable to (batch, heads, queries, keys)"
+    if not keras.backend.is_float_dtype(bias.dtype):
+        raise ValueError(
+            "`bias` holds scores to add, as floats. Received: bias.dtype="
+            f"{keras.backend.standardize_dtype(bias.dtype)}. A mask, where True "
+            "attends, goes into `attention_mask=`."
+        )
+    checks.rank("bias", bias, range(5), layout)
+    sizes = {
+        -1: ("keys", key.shape[1]),
+        -2: ("queries", query.shape[1]),
+        -3: ("heads", num_heads),
+        -4: ("rows", query.shape[0]),
+    }
+    scope = cache.scope()
+    for axis, (what, expected) in sizes.items():
+        if -axis <= len(bias.shape):
+            remedy = f"It must be {layout}."
+            allowed = (1, expected)
+            if what == "keys" and scope is not None:
+                allowed = (1, expected, scope.capacity)
+            checks.size("bias", bias, axis, allowed, what, remedy)
+    return bias
 
 
 def _distinct(*candidates):
@@ -515,6 +591,7 @@ class MultiHead(keras.layers.Layer):
         )
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.merge_initializer = keras.initializers.get(merge_initializer)
+        self._num_features = {}  # of each input, once built
         self.supports_masking = True
 
     def _check_position(self, position):
@@ -579,6 +656,11 @@ class MultiHead(keras.layers.Layer):
         self.query.build(query_shape)
         self.key.build(key_shape)
         self.value.build(value_shape)
+        self._num_features = {
+            "query": dim,
+            "key": key_shape[-1],
+            "value": value_shape[-1],
+        }
         heads = (*query_shape[:2], self.num_heads, head_dim)
         key_heads = (*key_shape[:2], self.num_kv_heads, head_dim)
         self.merge.build(heads)
@@ -603,6 +685,15 @@ class MultiHead(keras.layers.Layer):
             name=name,
         )
 
+    def __call__(self, query, value=None, key=None, *args, **kwargs):
+        # Keras casts each argument on its own, so that one tensor given twice
+        # would become two, and no longer be self-attention.
+        if key is value:
+            key = None
+        if value is query and key is None:
+            value = None
+        return super().__call__(query, value, key, *args, **kwargs)
+
     def call(
         self,
         query,
@@ -619,7 +710,7 @@ class MultiHead(keras.layers.Layer):
         use_causal_mask=False,
         training=None,
     ):
-        mask = self._mask(
+        mask, bias = self._mask_and_bias(
             query,
             value,
             key,
@@ -627,24 +718,46 @@ class MultiHead(keras.layers.Layer):
             value_mask,
             key_mask,
             attention_mask,
+            bias,
             segment_ids,
             use_causal_mask,
         )
         memory = query if value is None else value
         query_positions, key_positions = self._positions(query, memory, positions, mask)
+        scope = cache.scope()
+        two_sided = memory is not query or (key is not None and key is not query)
         query_heads = self.query(query)  # (B, T, D) -> (B, T, N, H)
-        key_heads = self.key(memory if key is None else key)  # (B, S, K, H)
-        value_heads = self.value(memory)  # (B, S, K, H)
         if self.query_norm is not None:
             query_heads = self.query_norm(query_heads)
-            key_heads = self.key_norm(key_heads)
-        if self.position is not None:
-            if hasattr(self.position, "rotate"):
-                query_heads = self.position.rotate(query_heads, query_positions)
+        rotates = hasattr(self.position, "rotate")
+        if rotates:
+            query_heads = self.position.rotate(query_heads, query_positions)
+
+        def project():
+            key_heads = self.key(memory if key is None else key)  # (B, S, K, H)
+            if self.key_norm is not None:
+                key_heads = self.key_norm(key_heads)
+            if rotates:
                 key_heads = self.position.rotate(key_heads, key_positions)
-            if hasattr(self.position, "bias"):
-                by_distance = self.position.bias(query_positions, key_positions)
-                bias = by_distance if bias is None else bias + by_distance
+            return key_heads, self.value(memory)  # (B, S, K, H)
+
+        if scope is None:
+            key_heads, value_heads = project()
+        elif two_sided:
+            key_heads, value_heads = scope.recall(self, mask, project)
+            mask = scope.cross_window(mask, key_heads.shape[1])
+        else:
+            if not mask.causal:
+                scope.refuse_two_way(self)
+            key_heads, value_heads = project()
+            key_positions = scope.key_positions
+        if hasattr(self.position, "bias"):
+            by_distance = self.position.bias(query_positions, key_positions)
+            if bias is not None:
+                wide = "float64" if self.compute_dtype == "float64" else "float32"
+                bias = ops.cast(bias, wide) + ops.cast(by_distance, wide)
+            else:
+                bias = by_distance
         result = self.attention.attend(
             query_heads,
             key_heads,
@@ -659,7 +772,7 @@ class MultiHead(keras.layers.Layer):
             return self.merge(mixed), weights
         return self.merge(result)  # (B, T, N, H) -> (B, T, D)
 
-    def _mask(
+    def _mask_and_bias(
         self,
         query,
         value,
@@ -668,18 +781,23 @@ class MultiHead(keras.layers.Layer):
         value_mask,
         key_mask,
         attention_mask,
+        bias,
         segment_ids,
         use_causal_mask,
     ):
-        for name, x in (("query", query), ("value", value), ("key", key)):
-            if x is not None:
-                checks.rank(name, x, (3,), "(batch, time, features)")
+        """Checks inputs and gathers all masks, the implicit ones included."""
+        memory = query if value is None else value
+        keys = memory if key is None else key
+        for name, x in (("query", query), ("value", memory), ("key", keys)):
+            checks.rank(name, x, (3,), "(batch, time, features)")
+            checks.floats(name, x)
+            checks.features(name, x, self._num_features.get(name), self)
         if value is None and key is not None:
             raise ValueError(
                 "`key` came without `value`. Pass `value=` too, or neither for "
                 "self-attention."
             )
-        return gather_mask(
+        mask = gather_mask(
             query,
             key=key,
             value=value,
@@ -692,25 +810,26 @@ class MultiHead(keras.layers.Layer):
             causal=self.causal or self.attention.causal or use_causal_mask,
             window=self.attention.window,
         )
+        return mask, check_bias(bias, query, self.num_heads, keys)
 
     def _positions(self, query, memory, positions, mask):
         """Returns the positions of queries and keys, `(T,)` or `(B, T)`."""
+        if positions is not None:
+            positions = check_positions(positions, query)
         if self.position is None:
             return None, None
-        if positions is not None:
-            checks.integer_tensor("positions", positions, "one position a token")
-            checks.rank("positions", positions, (1, 2), "(time,) or (batch, time)")
-            if memory is query:
-                return positions, positions
+        query_positions = default_positions(query, positions)
+        if memory is query:
+            return query_positions, query_positions
         key_positions = ops.arange(ops.shape(memory)[1], dtype="int32")
         if positions is not None:
-            return positions, key_positions
-        if memory is query:
-            return key_positions, key_positions
-        query_positions = ops.arange(ops.shape(query)[1], dtype="int32")
+            return query_positions, key_positions
         if mask.causal:
             query_positions += ops.shape(memory)[1] - ops.shape(query)[1]
         return query_positions, key_positions
+
+    def compute_output_shape(self, query_shape, value_shape=None, key_shape=None):
+        return tuple(query_shape)
 
     def compute_output_spec(
         self,
@@ -728,7 +847,7 @@ class MultiHead(keras.layers.Layer):
         use_causal_mask=False,
         training=None,
     ):
-        self._mask(
+        self._mask_and_bias(
             query,
             value,
             key,
@@ -736,9 +855,12 @@ class MultiHead(keras.layers.Layer):
             value_mask,
             key_mask,
             attention_mask,
+            bias,
             segment_ids,
             use_causal_mask,
         )
+        if positions is not None:
+            check_positions(positions, query)
         output = keras.KerasTensor(query.shape, dtype=self.compute_dtype)
         if not return_attention_scores:
             return output

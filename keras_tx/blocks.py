@@ -136,6 +136,7 @@ class TransformerBlock(keras.layers.Layer):
                 "`feed_forward` must be a layer or a hidden size. Received: None."
             )
         self.feed_forward = adopt(self, "feed_forward", feed_forward)
+        self._num_features = None  # of `x`, once built
         self.supports_masking = True
 
     def _heads(self, slot, attention):
@@ -165,6 +166,12 @@ class TransformerBlock(keras.layers.Layer):
                 f"{tuple(x_shape)}."
             )
         self._check_context(context_shape)
+        if context_shape is not None and len(context_shape) != 3:
+            raise ValueError(
+                "`context` must have the shape (batch, time, dim). Received: "
+                f"context.shape={tuple(context_shape)}."
+            )
+        self._num_features = x_shape[-1]
         for branch in self.branches:
             before = "" if self.norm_position != "post" else None
             after = {"pre": None, "post": "", "sandwich": "_output"}
@@ -193,6 +200,12 @@ class TransformerBlock(keras.layers.Layer):
             setattr(self, norm.name, norm)
             norm.build(x_shape)
 
+    def _check_inputs(self, x, context):
+        self._check_context(context)
+        checks.rank("x", x, (3,), "(batch, time, dim)")
+        checks.floats("x", x)
+        checks.features("x", x, self._num_features, self)
+
     def _check_context(self, context):
         if self.cross_attention is not None and context is None:
             raise ValueError(
@@ -219,7 +232,7 @@ class TransformerBlock(keras.layers.Layer):
         return_attention_scores=False,
         training=None,
     ):
-        self._check_context(context)
+        self._check_inputs(x, context)
         implicit = getattr(x, "_keras_mask", None)
         found = {}
 
@@ -297,6 +310,9 @@ class TransformerBlock(keras.layers.Layer):
             return x
         return getattr(self, f"{name}_norm")(x)
 
+    def compute_output_shape(self, x_shape, context_shape=None):
+        return tuple(x_shape)
+
     def compute_output_spec(
         self,
         x,
@@ -310,8 +326,7 @@ class TransformerBlock(keras.layers.Layer):
         return_attention_scores=False,
         training=None,
     ):
-        self._check_context(context)
-        checks.rank("x", x, (3,), "(batch, time, dim)")
+        self._check_inputs(x, context)
         output = keras.KerasTensor(x.shape, dtype=self.compute_dtype)
         if not return_attention_scores:
             return output

@@ -4,6 +4,7 @@ import math
 import numbers
 
 import keras
+import numpy as np
 from keras import ops
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
@@ -100,19 +101,78 @@ def rank(name, x, ranks, layout):
         )
 
 
+def tensor(name, x):
+    """Returns `x` as a tensor: Keras leaves lists inside arguments as they are."""
+    if x is None or hasattr(x, "shape"):
+        return x
+    try:
+        array = np.asarray(x)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
+    if array.dtype == object:
+        raise ValueError(
+            f"`{name}` must be a tensor, an array or a list whose rows are "
+            f"equally long. Received: {name}={x!r}. Pad the rows."
+        )
+    return ops.convert_to_tensor(array)
+
+
+def floats(name, x):
+    """Refuses a tensor of integers or booleans where features are needed."""
+    if not keras.backend.is_float_dtype(x.dtype):
+        raise ValueError(
+            f"`{name}` must hold floats. Received: {name}.dtype="
+            f"{keras.backend.standardize_dtype(x.dtype)}. Embed tokens first, "
+            "with a `TokenEmbedding`, or cast with "
+            f"`keras.ops.cast({name}, 'float32')`."
+        )
+
+
+def features(name, x, expected, layer):
+    """Refuses another number of features than a layer was built for."""
+    if expected is not None and x.shape[-1] != expected:
+        raise ValueError(
+            f"This `{type(layer).__name__}` was built for `{name}` with "
+            f"{expected} features. Received: {name}.shape={tuple(x.shape)}. "
+            "Make a new layer for another number of features."
+        )
+
+
+def size(name, x, axis, allowed, what, remedy):
+    """Refuses an axis whose known size is none of the known `allowed` ones.
+
+    Nothing is known of lengths that Keras invents while it works out shapes.
+    """
+    actual = x.shape[axis]
+    if while_tracing_shapes() or not isinstance(actual, int):
+        return
+    if all(isinstance(one, int) for one in allowed) and actual not in allowed:
+        expected = " or ".join(str(one) for one in sorted(set(allowed)))
+        raise ValueError(
+            f"`{name}` has {actual} {what} where {expected} "
+            f"{'was' if expected == '1' else 'were'} expected. {remedy} "
+            f"Received: {name}.shape={tuple(x.shape)}."
+        )
+
+
 def is_integer_dtype(x):
     """Whether `x` holds integers."""
     return keras.backend.is_int_dtype(x.dtype)
 
 
-def integer_tensor(name, x, meaning):
-    """Refuses a tensor of floats where integers are needed."""
+def integers(name, x, meaning):
+    """Returns integers that can be looked up; refuses floats and booleans."""
+    x = tensor(name, x)
     if not is_integer_dtype(x):
         raise ValueError(
             f"`{name}` must hold integers ({meaning}). Received: "
             f"{name}.dtype={keras.backend.standardize_dtype(x.dtype)}. Cast "
             'it, or declare the input as `keras.Input(..., dtype="int32")`.'
         )
+    # TensorFlow looks nothing up by 8 bits, and 8 bits compare with no length.
+    if keras.backend.standardize_dtype(x.dtype) in ("int32", "int64"):
+        return x
+    return ops.cast(x, "int32")
 
 
 def while_tracing_shapes():

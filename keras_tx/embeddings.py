@@ -108,14 +108,16 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
     def call(self, inputs, reverse=False):
         if reverse:
             return self._logits(inputs)
-        checks.integer_tensor("tokens", inputs, "one id a token")
-        self._check_ids(inputs)
-        rows = ops.take(self.embeddings, inputs, axis=0)
+        tokens = checks.integers("tokens", inputs, "one id a token")
+        self._check_ids(tokens)
+        rows = ops.take(self.embeddings, tokens, axis=0)
         return ops.cast(rows, self.compute_dtype)
 
     def _logits(self, x):
         # Cast by hand: a tied head would compute in whatever autocast scope it
         # happens to be called.
+        checks.floats("features", x)
+        checks.features("features", x, self.dim, self)
         x = ops.cast(x, self.compute_dtype)
         if self.tie_weights:
             kernel = ops.cast(self.embeddings, self.compute_dtype)
@@ -157,7 +159,7 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
         if reverse:
             dtype = "float64" if self.compute_dtype == "float64" else "float32"
             return keras.KerasTensor((*inputs.shape[:-1], self.vocab_size), dtype)
-        checks.integer_tensor("tokens", inputs, "one id a token")
+        checks.integers("tokens", inputs, "one id a token")
         return keras.KerasTensor((*inputs.shape, self.dim), self.compute_dtype)
 
     def compute_output_shape(self, input_shape, reverse=False):
@@ -256,11 +258,18 @@ class LearnedSegment(keras.layers.Layer):
         )
 
     def call(self, x, token_types=None):
+        checks.floats("x", x)
+        checks.features("x", x, self.embeddings.shape[-1], self)
         if token_types is None:
             rows = ops.convert_to_tensor(self.embeddings)[0]  # (D,)
         else:
-            checks.integer_tensor("token_types", token_types, "one type a token")
+            token_types = checks.integers(
+                "token_types", token_types, "one type a token"
+            )
             checks.rank("token_types", token_types, (2,), "(batch, time)")
+            remedy = "Each token has one type: (batch, time)."
+            checks.size("token_types", token_types, 1, (x.shape[1],), "types", remedy)
+            checks.size("token_types", token_types, 0, (1, x.shape[0]), "rows", remedy)
             self._check_values(token_types)
             rows = ops.take(self.embeddings, token_types, axis=0)
         return x + ops.cast(rows, x.dtype)

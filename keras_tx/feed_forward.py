@@ -115,6 +115,7 @@ class FeedForward(keras.layers.Layer):
                 "`FeedForward` needs features of a known size on the last axis. "
                 f"Received inputs of shape {tuple(x_shape)}."
             )
+        self._num_features = x_shape[-1]
         hidden_shape = (*x_shape[:-1], self.hidden_dim)
         self.widen = self._dense("widen", self.hidden_dim, self.kernel_initializer)
         self.widen.build(x_shape)
@@ -143,6 +144,8 @@ class FeedForward(keras.layers.Layer):
         )
 
     def call(self, x, training=None):
+        checks.floats("x", x)
+        checks.features("x", x, self._num_features, self)
         hidden = self.widen(x)  # (..., D) -> (..., hidden)
         if self.gated:
             hidden = self.activation(self.gate(x)) * hidden

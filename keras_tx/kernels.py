@@ -5,6 +5,8 @@ of K. Query head n uses key head `n // (N / K)`; no key is ever repeated in
 memory.
 """
 
+import math
+
 import keras
 from keras import ops
 
@@ -20,6 +22,16 @@ def einsum_float32(equation, *operands):
     significant bits, so products must not be rounded to the operands' dtype.
     """
     dtype = keras.backend.standardize_dtype(operands[0].dtype)
+    if "..." not in equation and any(0 in x.shape for x in operands):
+        # Keras on TensorFlow guesses sizes by division, and fails at zero.
+        labels = equation.split("->")[0].split(",")
+        sizes = {
+            label: size
+            for names, x in zip(labels, operands, strict=True)
+            for label, size in zip(names, ops.shape(x), strict=True)
+        }
+        shape = tuple(sizes[label] for label in equation.split("->")[1])
+        return ops.zeros(shape, "float64" if dtype == "float64" else "float32")
     if dtype in ("float32", "float64"):
         return ops.einsum(equation, *operands)
     if keras.backend.backend() == "jax":
@@ -77,7 +89,7 @@ def masked_softmax(scores, mask, rows_may_be_empty):
     # A select, never a sum: it also keeps NaN in a masked key out.
     weights = ops.softmax(ops.where(mask, scores, MASKED_SCORE), axis=-1)
     if rows_may_be_empty:
-        weights = ops.where(ops.any(mask, axis=-1, keepdims=True), weights, 0.0)
+        weights = ops.where(mask, weights, 0.0)
     return weights
 
 
@@ -135,6 +147,13 @@ def dense(
     if rows_may_be_empty:
         key = without_unseen(key, allowed)
         value = without_unseen(value, allowed)
+    if bias is not None:
+        # Who masks by bias writes -inf, or -1e9, which is -inf in float16; a
+        # row of nothing else would be NaN, and one of the least float32 would
+        # look at what is masked.
+        possible = ops.not_equal(bias, -math.inf)
+        allowed = possible if allowed is None else ops.logical_and(allowed, possible)
+        rows_may_be_empty = True
     weights = masked_softmax(
         scores(query, key, scale=scale, soft_cap=soft_cap, bias=bias),
         allowed,
@@ -163,3 +182,94 @@ def _sizes(x):
     return tuple(
         dynamic[axis] if size is None else size for axis, size in enumerate(x.shape)
     )
+
+
+def held(
+    query,
+    held,
+    *,
+    queries=None,
+    scale,
+    soft_cap=None,
+    bias=None,
+    return_weights=False,
+):
+    """Attention to what a cache holds; see `keras_tx.cache`.
+
+    Args:
+        query: `(B, T, N, H)`.
+        held: A `cache.Held`: keys and values `(B, K, S, H)`.
+        queries: Optional boolean `(B, T)`, the queries that attend at all.
+        scale: Number that multiplies the dot products.
+        soft_cap: Optional bound of the scores.
+        bias: Optional scores to add, broadcastable to `(B, N, T, C)`.
+        return_weights: Whether the weights are wanted too.
+
+    Returns:
+        Tuple of the mixed values `(B, T, N, H)` in the value's dtype and the
+        weights `(B, N, T, S)`, or `None` where they are not wanted.
+    """
+    batch, length, num_heads, head_dim = _sizes(query)
+    key, value, allowed = held.key, held.value, held.allowed
+    num_kv_heads, slots = key.shape[1], key.shape[2]
+    groups = num_heads // num_kv_heads
+    bias = held.gather_bias(bias)
+    if queries is not None:
+        allowed = ops.logical_and(allowed, queries[:, :, None])
+    # (B, T, N, H) -> (B, K, G T, H): one product for all that share a key head.
+    grouped = ops.reshape(query, (batch, length, num_kv_heads, groups, head_dim))
+    grouped = ops.transpose(grouped, (0, 2, 3, 1, 4))
+    grouped = ops.reshape(grouped, (batch, num_kv_heads, groups * length, head_dim))
+    allowed = allowed[:, None, None]  # (B, 1, 1, T, S)
+    if bias is not None:
+        bias = ops.cast(bias, "float32")
+        while len(bias.shape) < 4:
+            bias = bias[None]
+        rows, heads = bias.shape[0], bias.shape[1]
+        split = (num_kv_heads, groups) if heads == num_heads else (1, 1)
+        bias = ops.reshape(bias, (rows, *split, *bias.shape[2:]))
+
+    def scores_of(key, allowed, bias):
+        result = einsum_float32("bkqh,bksh->bkqs", grouped, key)
+        shape = (batch, num_kv_heads, groups, length, key.shape[2])
+        result = ops.reshape(result, shape) * scale
+        if soft_cap is not None:
+            result = soft_cap * ops.tanh(result / soft_cap)
+        if bias is not None:
+            result = result + bias
+            allowed = ops.logical_and(allowed, ops.not_equal(bias, -math.inf))
+        return ops.where(allowed, result, MASKED_SCORE), allowed
+
+    def mix_of(weights, value):
+        shape = (batch, num_kv_heads, groups * length, value.shape[2])
+        weights = ops.reshape(weights, shape)
+        if keras.backend.backend() == "jax":
+            weights = ops.cast(weights, value.dtype)
+        else:
+            value = ops.cast(value, weights.dtype)
+        return einsum_float32("bkqs,bksh->bkqh", weights, value)
+
+    def restore(mixed):
+        shape = (batch, num_kv_heads, groups, length, value.shape[-1])
+        mixed = ops.transpose(ops.reshape(mixed, shape), (0, 3, 1, 2, 4))
+        mixed = ops.reshape(mixed, (batch, length, num_heads, value.shape[-1]))
+        return ops.cast(mixed, value.dtype)
+
+    def at_once(key, value, allowed, bias):
+        raw, allowed = scores_of(key, allowed, bias)
+        weights = ops.where(allowed, ops.softmax(raw, axis=-1), 0.0)
+        return mix_of(weights, value), weights
+
+    filled = held.filled
+    if isinstance(filled, int) and filled < slots and not return_weights:
+        part = None if bias is None or bias.shape[-1] == 1 else bias[..., :filled]
+        part = bias if part is None else part
+        mixed, _ = at_once(
+            key[:, :, :filled], value[:, :, :filled], allowed[..., :filled], part
+        )
+        return restore(mixed), None
+    mixed, weights = at_once(key, value, allowed, bias)
+    if not return_weights:
+        return restore(mixed), None
+    weights = ops.reshape(weights, (batch, num_heads, length, slots))
+    return restore(mixed), weights

@@ -110,27 +110,32 @@ def as_boolean(name, mask):
     )
 
 
-def over_keys(name, mask, num_keys):
+def over_keys(name, mask, batch, num_keys):
     """Returns a mask over keys as boolean `(B, S)`."""
+    mask = checks.tensor(name, mask)
     checks.rank(name, mask, (2,), "(batch, keys)")
     _check_axis(name, mask, -1, num_keys, "keys")
+    _check_axis(name, mask, 0, batch, "rows")
     return as_boolean(name, mask)
 
 
-def over_queries(name, mask, num_queries):
+def over_queries(name, mask, batch, num_queries):
     """Returns a mask over queries as boolean `(B, T)`."""
+    mask = checks.tensor(name, mask)
     checks.rank(name, mask, (2,), "(batch, queries)")
     _check_axis(name, mask, -1, num_queries, "queries")
+    _check_axis(name, mask, 0, batch, "rows")
     return as_boolean(name, mask)
 
 
-def over_pairs(name, mask, num_heads, num_queries, num_keys):
+def over_pairs(name, mask, batch, num_heads, num_queries, num_keys):
     """Returns a mask of any rank as `(keys (B, S), pairs (B, 1|N, T, S))`.
 
     One of the two is `None`. Lengths are checked where they are known.
     """
+    mask = checks.tensor(name, mask)
     if len(mask.shape) == 2:
-        return over_keys(name, mask, num_keys), None
+        return over_keys(name, mask, batch, num_keys), None
     if len(mask.shape) not in (3, 4):
         raise ValueError(
             f"`{name}` has {len(mask.shape)} axes. {LAYOUTS}. Received: "
@@ -138,27 +143,20 @@ def over_pairs(name, mask, num_heads, num_queries, num_keys):
         )
     _check_axis(name, mask, -1, num_keys, "keys")
     _check_axis(name, mask, -2, num_queries, "queries")
+    _check_axis(name, mask, 0, batch, "rows")
     if len(mask.shape) == 3:
         return None, as_boolean(name, mask)[:, None]
-    if mask.shape[1] is not None and mask.shape[1] not in (1, num_heads):
-        raise ValueError(
-            f"`{name}` has {mask.shape[1]} on its head axis where 1 or "
-            f"{num_heads} was expected. {LAYOUTS}. Received: "
-            f"{name}.shape={tuple(mask.shape)}."
-        )
+    _check_axis(name, mask, 1, num_heads, "heads")
     return None, as_boolean(name, mask)
 
 
 def _check_axis(name, mask, axis, expected, what):
-    actual = mask.shape[axis]
-    if actual is None or not isinstance(expected, int):
-        return
-    allowed = (expected,) if axis == -1 else (1, expected)
-    if actual not in allowed:
-        raise ValueError(
-            f"`{name}` covers {actual} {what} where there are {expected}. "
-            f"{LAYOUTS}. Received: {name}.shape={tuple(mask.shape)}."
-        )
+    # Keys apart, one row of a mask may serve all: NumPy's broadcasting.
+    allowed = (expected,) if what == "keys" else (1, expected)
+    remedy = f"{LAYOUTS}."
+    if what == "rows" and len(mask.shape) == 2:
+        remedy += " A mask (T, S) for all rows is `mask[None]`."
+    checks.size(name, mask, axis, allowed, what, remedy)
 
 
 def implicit(x):

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_tx import checks
+from keras_tx import cache, checks
 from keras_tx.serialization import deserialize_children, fresh_initializer, register
 
 # ----------------------------------------------------------------------------
@@ -69,9 +69,21 @@ def angles(positions, frequencies):
 def default_positions(x, positions):
     """Returns integer positions `(T,)` or `(B, T)` for `x`, `(B, T, ...)`."""
     if positions is None:
+        scope = cache.scope()
+        if scope is not None and scope.covers(x):
+            return scope.positions
         return ops.arange(ops.shape(x)[1], dtype="int32")
-    checks.integer_tensor("positions", positions, "one position a token")
+    return check_positions(positions, x)
+
+
+def check_positions(positions, x):
+    """Returns `positions` as a tensor of integers that fit `x`, `(B, T, ...)`."""
+    positions = checks.integers("positions", positions, "one position a token")
     checks.rank("positions", positions, (1, 2), "(time,) or (batch, time)")
+    remedy = "Each token has one position: (time,) or (batch, time)."
+    checks.size("positions", positions, -1, (x.shape[1],), "positions", remedy)
+    if len(positions.shape) == 2:
+        checks.size("positions", positions, 0, (1, x.shape[0]), "rows", remedy)
     return positions
 
 
@@ -122,6 +134,7 @@ class SinusoidalPosition(keras.layers.Layer):
         _check_embeddings(self, x_shape)
 
     def call(self, x, positions=None):
+        checks.floats("x", x)
         positions = default_positions(x, positions)
         dim = x.shape[-1]
         waves = self.encode(positions, dim)
@@ -202,16 +215,20 @@ class LearnedPosition(keras.layers.Layer):
         )
 
     def call(self, x, positions=None):
+        checks.floats("x", x)
+        checks.features("x", x, self.embeddings.shape[-1], self)
         if positions is None:
-            self._check_length(x.shape[1])
-            length = ops.shape(x)[1]
-            positions = ops.arange(length, dtype="int32")
+            if cache.scope() is None:
+                self._check_length(x.shape[1])
+            positions = default_positions(x, positions)
         else:
             positions = default_positions(x, positions)
             self._check_values(positions)
-        rows = ops.take(self.embeddings, positions, axis=0)
-        # A compiled lookup clamps or wraps; a row that is not there must show.
-        known = (positions >= 0) & (positions < self.max_length)
+        # A compiled lookup fails, clamps or wraps, by backend and device; a row
+        # that is not there must show everywhere.
+        last = self.max_length - 1
+        rows = ops.take(self.embeddings, ops.clip(positions, 0, last), axis=0)
+        known = ops.logical_and(positions >= 0, positions <= last)
         rows = ops.where(ops.expand_dims(known, -1), rows, float("nan"))
         return x + ops.cast(rows, x.dtype)
 
@@ -594,6 +611,9 @@ class RotaryPosition(keras.layers.Layer):
         self.scaling = scaling
 
     def build(self, x_shape):
+        self._check_heads(x_shape)
+
+    def _check_heads(self, x_shape):
         if len(x_shape) != 4:
             raise ValueError(
                 "`RotaryPosition` rotates heads of shape (batch, time, heads, "
@@ -626,6 +646,8 @@ class RotaryPosition(keras.layers.Layer):
 
     def rotate(self, heads, positions):
         """Rotates heads `(B, T, N, H)` to `positions`, `(T,)` or `(B, T)`."""
+        self._check_heads(heads.shape)  # again: heads may differ from the built ones
+        checks.floats("heads", heads)
         head_dim = heads.shape[-1]
         rotary_dim = self.rotary_dim or head_dim
         angle = angles(positions, self.frequencies(rotary_dim))
@@ -669,14 +691,22 @@ class _ScoreBias(keras.layers.Layer):
         return None
 
     def call(self, x, positions=None):
+        scope = cache.scope()
+        seen = positions if scope is None else scope.key_positions
         positions = default_positions(x, positions)
-        bias = ops.cast(self.bias(positions, positions), self.compute_dtype)
+        seen = positions if seen is None else seen
+        bias = ops.cast(self.bias(positions, seen), self.compute_dtype)
         return bias if len(bias.shape) == 4 else bias[None]
 
     def build(self, x_shape=None):
         pass
 
+    def compute_output_shape(self, x_shape):
+        return (1, self.num_heads, x_shape[1], x_shape[1])
+
     def compute_output_spec(self, x, positions=None):
+        if positions is not None:
+            positions = check_positions(positions, x)
         batch = None
         if positions is not None and len(positions.shape) == 2:
             batch = positions.shape[0]

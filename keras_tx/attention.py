@@ -294,9 +294,6 @@ class ScaledAttention(keras.layers.Layer):
     def compute_output_shape(self, query_shape, key_shape=None, value_shape=None):
         return (*query_shape[:-1], (value_shape or key_shape or query_shape)[-1])
 
-    def compute_output_shape(self, query_shape, key_shape=None, value_shape=None):
-        return (*query_shape[:-1], (value_shape or key_shape or query_shape)[-1])
-
     def compute_output_spec(
         self,
         query,
@@ -830,9 +827,6 @@ class MultiHead(keras.layers.Layer):
         if mask.causal:
             query_positions += ops.shape(memory)[1] - ops.shape(query)[1]
         return query_positions, key_positions
-
-    def compute_output_shape(self, query_shape, value_shape=None, key_shape=None):
-        return tuple(query_shape)
 
     def compute_output_shape(self, query_shape, value_shape=None, key_shape=None):
         return tuple(query_shape)

@@ -313,9 +313,6 @@ class TransformerBlock(keras.layers.Layer):
     def compute_output_shape(self, x_shape, context_shape=None):
         return tuple(x_shape)
 
-    def compute_output_shape(self, x_shape, context_shape=None):
-        return tuple(x_shape)
-
     def compute_output_spec(
         self,
         x,

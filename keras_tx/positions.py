@@ -704,9 +704,6 @@ class _ScoreBias(keras.layers.Layer):
     def compute_output_shape(self, x_shape):
         return (1, self.num_heads, x_shape[1], x_shape[1])
 
-    def compute_output_shape(self, x_shape):
-        return (1, self.num_heads, x_shape[1], x_shape[1])
-
     def compute_output_spec(self, x, positions=None):
         if positions is not None:
             positions = check_positions(positions, x)

@@ -3,6 +3,7 @@
 import math
 
 import keras
+from keras import ops
 
 from keras_tx import checks
 from keras_tx.attention import MultiHead, ScaledAttention
@@ -200,6 +201,7 @@ def encoder(
     num_classes=None,
     pooling="mean",
     pooler=None,
+    pooled_dropout=None,
     # The block
     hidden_dim=None,
     num_kv_heads=None,
@@ -250,6 +252,8 @@ def encoder(
         pooler: Optional activation of a dense layer on the pooled vector
             (BERT: `"tanh"`). With `output="features"` the model then returns a
             dict of `features` and `pooled`, `(B, D)`.
+        pooled_dropout: Share dropped from the pooled vector before the classes
+            while training. Default: `dropout`.
 
         hidden_dim: Width of the feed-forward layer. Default: 4 D, or 8 D / 3
             rounded up to a multiple of 8 if `gated`, which has as many weights.
@@ -309,6 +313,7 @@ def encoder(
         output,
         num_classes,
         pooler,
+        pooled_dropout,
         transform,
         output_bias,
         logit_cap,
@@ -389,10 +394,11 @@ def encoder(
         pooled = _dense(dim, init_stddev, "pooler", dtype, pooler)(pooled)
     if output == "features":
         return keras.Model(inputs, {"features": x, "pooled": pooled}, name=name)
-    if dropout:
-        pooled = keras.layers.Dropout(dropout, name="pooled_dropout", dtype=dtype)(
-            pooled
-        )
+    pooled_dropout = dropout if pooled_dropout is None else pooled_dropout
+    if pooled_dropout:
+        pooled = keras.layers.Dropout(
+            pooled_dropout, name="pooled_dropout", dtype=dtype
+        )(pooled)
     # Logits are in float32 under every half-precision policy.
     wide = "float64" if pooled.dtype == "float64" else "float32"
     logits = _dense(num_classes, init_stddev, "classes", wide)(pooled)
@@ -422,6 +428,7 @@ def encoder_decoder(
     position="rotary",
     max_length=None,
     pad_id=None,
+    mask_target=True,
     embedding_scale=None,
     embedding_norm=None,
     final_norm="same",
@@ -470,6 +477,10 @@ def encoder_decoder(
             one for the decoder. Cross-attention has none.
         max_length: Number of positions if `position="learned"`.
         pad_id: Optional token that is padding, in source and target.
+        mask_target: Whether padding in the target is masked. T5 starts its
+            targets with the padding token, which must then be seen; later
+            padding is unseen by what comes before it in any case, but counts
+            in the loss unless `sample_weight` says otherwise.
         embedding_scale: Optional number that multiplies embeddings, or
             `"sqrt"`.
         embedding_norm: Norm of the embeddings, like `norm`. Default: none.
@@ -508,6 +519,11 @@ def encoder_decoder(
             "`encoder_block` and `decoder_block` come together, or not at all. "
             f"Received: encoder_block={encoder_block}, "
             f"decoder_block={decoder_block}."
+        )
+    if not checks.boolean("mask_target", mask_target) and pad_id is None:
+        raise ValueError(
+            "`mask_target=False` says that padding in the target is seen, and "
+            "there is no `pad_id`. State one, or leave `mask_target` alone."
         )
     num_encoder_layers = (
         num_layers if num_encoder_layers is None else num_encoder_layers
@@ -583,6 +599,8 @@ def encoder_decoder(
         position, max_length, num_heads, bidirectional=False, dtype=dtype
     )
     x = embed(target_embedding, target, place, "decoder_")
+    if not mask_target:
+        x = ops.copy(x)  # an operation is no layer, so no mask passes it
     x, last = _stack(
         x,
         num_layers,
@@ -698,6 +716,7 @@ def _check_encoder_options(
     output,
     num_classes,
     pooler,
+    pooled_dropout,
     transform,
     output_bias,
     logit_cap,
@@ -711,6 +730,13 @@ def _check_encoder_options(
             f"Received: output={output!r}, num_classes={num_classes!r}."
         )
     checks.positive_integer("num_classes", num_classes, optional=True)
+    if pooled_dropout is not None:
+        checks.rate("pooled_dropout", pooled_dropout)
+        if output != "classes":
+            raise ValueError(
+                '`pooled_dropout` belongs to output="classes". Received: '
+                f"output={output!r}, pooled_dropout={pooled_dropout!r}."
+            )
     checks.boolean("token_types", token_types)
     if token_types and num_segments is None:
         raise ValueError(

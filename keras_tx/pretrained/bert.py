@@ -1,0 +1,234 @@
+"""BERT: post layer norm, learned positions, token types. See
+[Devlin et al., 2019](https://arxiv.org/abs/1810.04805)."""
+
+import keras
+
+from keras_tx.attention import MultiHead, ScaledAttention
+from keras_tx.blocks import TransformerBlock
+from keras_tx.feed_forward import FeedForward
+from keras_tx.models import encoder
+from keras_tx.pretrained.config import activation_name
+from keras_tx.pretrained.parts import Parts
+from keras_tx.pretrained.table import FLAT, LINEAR, LINEAR_FROM_HEADS, Family, Row
+
+LAYER = "encoder.layer.{i}."
+BODY = (
+    Row("embeddings.word_embeddings.weight", "embedding/embeddings"),
+    Row("embeddings.token_type_embeddings.weight", "segment/embeddings"),
+    Row("embeddings.LayerNorm.weight", "embedding_norm/gamma"),
+    Row("embeddings.LayerNorm.bias", "embedding_norm/beta"),
+    *(
+        row
+        for name in ("query", "key", "value")
+        for row in (
+            Row(
+                LAYER + f"attention.self.{name}.weight",
+                f"block_{{i}}/attention/{name}/kernel",
+                LINEAR,
+            ),
+            Row(
+                LAYER + f"attention.self.{name}.bias",
+                f"block_{{i}}/attention/{name}/bias",
+                FLAT,
+            ),
+        )
+    ),
+    Row(
+        LAYER + "attention.output.dense.weight",
+        "block_{i}/attention/merge/kernel",
+        LINEAR_FROM_HEADS,
+    ),
+    Row(LAYER + "attention.output.dense.bias", "block_{i}/attention/merge/bias"),
+    Row(LAYER + "attention.output.LayerNorm.weight", "block_{i}/attention_norm/gamma"),
+    Row(LAYER + "attention.output.LayerNorm.bias", "block_{i}/attention_norm/beta"),
+    Row(
+        LAYER + "intermediate.dense.weight",
+        "block_{i}/feed_forward/widen/kernel",
+        LINEAR,
+    ),
+    Row(LAYER + "intermediate.dense.bias", "block_{i}/feed_forward/widen/bias"),
+    Row(LAYER + "output.dense.weight", "block_{i}/feed_forward/narrow/kernel", LINEAR),
+    Row(LAYER + "output.dense.bias", "block_{i}/feed_forward/narrow/bias"),
+    Row(LAYER + "output.LayerNorm.weight", "block_{i}/feed_forward_norm/gamma"),
+    Row(LAYER + "output.LayerNorm.bias", "block_{i}/feed_forward_norm/beta"),
+)
+POSITIONS = Row("embeddings.position_embeddings.weight", "position/embeddings")
+POOLER = (
+    Row("pooler.dense.weight", "pooler/kernel", LINEAR),
+    Row("pooler.dense.bias", "pooler/bias"),
+)
+HEADS = (
+    Row("cls.predictions.transform.dense.weight", "transform/kernel", LINEAR),
+    Row("cls.predictions.transform.dense.bias", "transform/bias"),
+    Row("cls.predictions.transform.LayerNorm.weight", "transform_norm/gamma"),
+    Row("cls.predictions.transform.LayerNorm.bias", "transform_norm/beta"),
+    Row("cls.predictions.decoder.weight", "embedding/reverse_embeddings", LINEAR),
+    Row("cls.predictions.bias", "embedding/bias"),
+    Row("classifier.weight", "classes/kernel", LINEAR),
+    Row("classifier.bias", "classes/bias"),
+)
+# Fields of some configs that the published code never reads.
+UNREAD = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
+
+
+def build(config, options, **model):
+    """Builds the encoder of a config; RoBERTa passes where it differs."""
+    config.only("is_decoder", False)
+    config.only("add_cross_attention", False)
+    config.only("position_embedding_type", "absolute")
+    config.harmless(*(f"pooler_{what}" for what in UNREAD))
+    return build_encoder(
+        config,
+        options,
+        dim=config.integer("hidden_size"),
+        num_layers=config.layers("num_hidden_layers"),
+        num_heads=config.integer("num_attention_heads"),
+        hidden_dim=config.integer("intermediate_size"),
+        activation=config.activation("hidden_act", "gelu"),
+        epsilon=config.number("layer_norm_eps", 1e-12),
+        dropout=config.rate("hidden_dropout_prob", 0.1),
+        attention_dropout=config.rate("attention_probs_dropout_prob", 0.1),
+        pooled_dropout=config.get("classifier_dropout"),
+        num_segments=config.integer("type_vocab_size", 2),
+        **model,
+    )
+
+
+def build_encoder(
+    config,
+    options,
+    *,
+    dim,
+    num_heads,
+    hidden_dim,
+    activation,
+    epsilon,
+    attention_dropout,
+    max_length=None,
+    transform=None,
+    pooler="tanh",
+    pooled_dropout=None,
+    **model,
+):
+    """Builds an encoder with post layer norm and learned positions.
+
+    Args:
+        config: The `Config`.
+        options: The `Options`.
+        dim: Number of features.
+        num_heads: Number of heads.
+        hidden_dim: Width of the feed-forward layers.
+        activation: As in `FeedForward`.
+        epsilon: Epsilon of the norms.
+        attention_dropout: Share of the weights to drop while training.
+        max_length: Number of positions. Default: what the config says.
+        transform: Activation before the logits. Default: `activation`.
+        pooler: Activation of the pooled vector.
+        pooled_dropout: Share to drop from it. Default: as everywhere.
+        **model: Further arguments of `encoder`.
+    """
+    norm = keras.layers.LayerNormalization(epsilon=epsilon)
+
+    def block(index):
+        return TransformerBlock(
+            MultiHead(num_heads, attention=ScaledAttention(dropout=attention_dropout)),
+            FeedForward(hidden_dim, activation),
+            norm=norm,
+            norm_position="post",
+            dropout=model["dropout"],
+        )
+
+    longest = config.integer("max_position_embeddings")
+    tied = config.flag("tie_word_embeddings", True)
+    head = {
+        "features": {"pooler": pooler if options.pooler else None},
+        "tokens": {"transform": transform or activation, "output_bias": True},
+        "classes": {
+            "pooler": pooler,
+            "pooled_dropout": pooled_dropout,
+            "num_classes": num_classes(config),
+        },
+    }[options.output]
+    return encoder(
+        config.integer("vocab_size"),
+        dim,
+        block=block,
+        output=options.output,
+        pooling="first",
+        position="learned",
+        max_length=max_length or longest,
+        pad_id=options.padding(config, masked=True),
+        token_types=options.token_types,
+        embedding_norm=norm,
+        tie_embeddings=tied or options.output != "tokens",
+        packed=options.packed,
+        name=config.fields["model_type"],
+        dtype=options.dtype,
+        **head,
+        **model,
+    )
+
+
+def num_classes(config):
+    """Returns how many classes a config names; two if it names none."""
+    labels = config.get("id2label")
+    return len(labels) if labels else config.integer("num_labels", 2)
+
+
+def describe(model):
+    """Returns the fields that `build` reads, from a model."""
+    parts = Parts(model)
+    return {
+        **describe_encoder(parts),
+        "hidden_size": parts.dim,
+        "num_hidden_layers": parts.num_blocks,
+        "num_attention_heads": parts.heads.num_heads,
+        "intermediate_size": parts.hidden_dim,
+        "hidden_act": activation_name(parts.activation),
+        "layer_norm_eps": parts.epsilon,
+        "hidden_dropout_prob": parts.block(0).dropout,
+        "attention_probs_dropout_prob": parts.heads.attention.dropout,
+        "classifier_dropout": parts.dropout("pooled_dropout"),
+        "type_vocab_size": getattr(parts.get("segment"), "num_segments", 1),
+    }
+
+
+def describe_encoder(parts):
+    """Returns the fields that all encoders share."""
+    fields = {
+        **parts.describe_embedding(),
+        "max_position_embeddings": parts.longest,
+    }
+    classes = parts.get("classes")
+    if classes is not None:
+        fields["id2label"] = {str(i): f"LABEL_{i}" for i in range(classes.units)}
+        fields["label2id"] = {f"LABEL_{i}": i for i in range(classes.units)}
+    return fields
+
+
+FAMILY = Family(
+    name="bert",
+    architectures={
+        "BertModel": "features",
+        "BertForMaskedLM": "tokens",
+        "BertForPreTraining": "tokens",
+        "BertForSequenceClassification": "classes",
+    },
+    prefix="bert.",
+    rows=(*BODY, POSITIONS, *POOLER),
+    heads=HEADS,
+    parts={
+        "tokens": ("cls.predictions.",),
+        "classes": ("pooler.", "classifier."),
+        "pooled": ("pooler.",),
+        "others": ("cls.seq_relationship.", "qa_outputs."),
+    },
+    tied={
+        "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    buffers=(r"embeddings\.(position_ids|token_type_ids)",),
+    renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    build=build,
+    describe=describe,
+)

@@ -23,6 +23,11 @@ from keras_tx.positions import (  # noqa: E402
     SinusoidalPosition,
     YarnScaling,
 )
+from keras_tx.pretrained import (  # noqa: E402
+    load_pretrained,
+    load_tokenizer,
+    save_pretrained,
+)
 
 __all__ = [
     "AlibiPosition",
@@ -46,7 +51,10 @@ __all__ = [
     "encoder",
     "encoder_decoder",
     "gelu_tanh",
+    "load_pretrained",
+    "load_tokenizer",
     "mask_tokens",
     "next_token",
     "pack",
+    "save_pretrained",
 ]

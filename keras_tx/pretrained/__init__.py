@@ -40,6 +40,12 @@ FAMILIES = {
 }
 
 
+# Fields that `save_pretrained` writes from the model alone.
+SETTLED = frozenset(
+    ("architectures", "dtype", "model_type", "pad_token_id", "torch_dtype")
+)
+
+
 def load_pretrained(
     path,
     *,
@@ -151,13 +157,13 @@ def save_pretrained(model, path, *, family=None, config=None):
     keras_tx.save_pretrained(model, "folder")
     ```
     """
-    if not isinstance(model, keras.Model) or not hasattr(model, "output_names"):
+    if not _is_functional(model):
         raise ValueError(
             "`save_pretrained` writes models of `keras_tx.encoder`, `decoder` and "
             f"`encoder_decoder`. Received: {model!r}."
         )
     extra = dict(config or {})
-    unknown = sorted(set(extra) - HARMLESS)
+    unknown = sorted(set(extra) - (HARMLESS - SETTLED))
     if unknown:
         raise ValueError(
             f"`config` adds fields that change no arithmetic. Received: {unknown}."
@@ -260,6 +266,16 @@ def _output(family, fields, output):
             )
         )
     return family.architectures[saved]
+
+
+def _is_functional(model):
+    """Whether a model is a graph of layers whose config tells it all."""
+    if not isinstance(model, keras.Model) or not model.built:
+        return False
+    try:
+        return "output_layers" in model.get_config()
+    except NotImplementedError:
+        return False
 
 
 def _express(model, name):

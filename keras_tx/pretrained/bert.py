@@ -9,63 +9,38 @@ from keras_tx.feed_forward import FeedForward
 from keras_tx.models import encoder
 from keras_tx.pretrained.config import activation_name
 from keras_tx.pretrained.parts import Parts
-from keras_tx.pretrained.table import FLAT, LINEAR, LINEAR_FROM_HEADS, Family, Row
+from keras_tx.pretrained.table import (
+    LINEAR,
+    LINEAR_FROM_HEADS,
+    Family,
+    Row,
+    dense,
+    layer_norm,
+)
 
-LAYER = "encoder.layer.{i}."
+SELF = "encoder.layer.{i}.attention.self."
+OUTPUT = "encoder.layer.{i}.attention.output."
 BODY = (
     Row("embeddings.word_embeddings.weight", "embedding/embeddings"),
     Row("embeddings.token_type_embeddings.weight", "segment/embeddings"),
-    Row("embeddings.LayerNorm.weight", "embedding_norm/gamma"),
-    Row("embeddings.LayerNorm.bias", "embedding_norm/beta"),
-    *(
-        row
-        for name in ("query", "key", "value")
-        for row in (
-            Row(
-                LAYER + f"attention.self.{name}.weight",
-                f"block_{{i}}/attention/{name}/kernel",
-                LINEAR,
-            ),
-            Row(
-                LAYER + f"attention.self.{name}.bias",
-                f"block_{{i}}/attention/{name}/bias",
-                FLAT,
-            ),
-        )
-    ),
-    Row(
-        LAYER + "attention.output.dense.weight",
-        "block_{i}/attention/merge/kernel",
-        LINEAR_FROM_HEADS,
-    ),
-    Row(LAYER + "attention.output.dense.bias", "block_{i}/attention/merge/bias"),
-    Row(LAYER + "attention.output.LayerNorm.weight", "block_{i}/attention_norm/gamma"),
-    Row(LAYER + "attention.output.LayerNorm.bias", "block_{i}/attention_norm/beta"),
-    Row(
-        LAYER + "intermediate.dense.weight",
-        "block_{i}/feed_forward/widen/kernel",
-        LINEAR,
-    ),
-    Row(LAYER + "intermediate.dense.bias", "block_{i}/feed_forward/widen/bias"),
-    Row(LAYER + "output.dense.weight", "block_{i}/feed_forward/narrow/kernel", LINEAR),
-    Row(LAYER + "output.dense.bias", "block_{i}/feed_forward/narrow/bias"),
-    Row(LAYER + "output.LayerNorm.weight", "block_{i}/feed_forward_norm/gamma"),
-    Row(LAYER + "output.LayerNorm.bias", "block_{i}/feed_forward_norm/beta"),
+    *layer_norm("embeddings.LayerNorm", "embedding_norm"),
+    *dense(SELF + "query", "block_{i}/attention/query"),
+    *dense(SELF + "key", "block_{i}/attention/key"),
+    *dense(SELF + "value", "block_{i}/attention/value"),
+    *dense(OUTPUT + "dense", "block_{i}/attention/merge", LINEAR_FROM_HEADS),
+    *layer_norm(OUTPUT + "LayerNorm", "block_{i}/attention_norm"),
+    *dense("encoder.layer.{i}.intermediate.dense", "block_{i}/feed_forward/widen"),
+    *dense("encoder.layer.{i}.output.dense", "block_{i}/feed_forward/narrow"),
+    *layer_norm("encoder.layer.{i}.output.LayerNorm", "block_{i}/feed_forward_norm"),
 )
 POSITIONS = Row("embeddings.position_embeddings.weight", "position/embeddings")
-POOLER = (
-    Row("pooler.dense.weight", "pooler/kernel", LINEAR),
-    Row("pooler.dense.bias", "pooler/bias"),
-)
+POOLER = dense("pooler.dense", "pooler")
 HEADS = (
-    Row("cls.predictions.transform.dense.weight", "transform/kernel", LINEAR),
-    Row("cls.predictions.transform.dense.bias", "transform/bias"),
-    Row("cls.predictions.transform.LayerNorm.weight", "transform_norm/gamma"),
-    Row("cls.predictions.transform.LayerNorm.bias", "transform_norm/beta"),
+    *dense("cls.predictions.transform.dense", "transform"),
+    *layer_norm("cls.predictions.transform.LayerNorm", "transform_norm"),
     Row("cls.predictions.decoder.weight", "embedding/reverse_embeddings", LINEAR),
     Row("cls.predictions.bias", "embedding/bias"),
-    Row("classifier.weight", "classes/kernel", LINEAR),
-    Row("classifier.bias", "classes/bias"),
+    *dense("classifier", "classes"),
 )
 # Fields of some configs that the published code never reads.
 UNREAD = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")

@@ -119,7 +119,8 @@ class Folder:
                 }
         except safetensors.SafetensorError as error:
             raise ValueError(
-                f"'{path}' is not a sound safetensors file ({error}). Download it again."
+                f"'{path}' is not a sound safetensors file ({error}). Download it "
+                "again."
             ) from error
         if listed is not None and set(listed) != set(found):
             odd = sorted(set(listed) ^ set(found))

@@ -107,10 +107,8 @@ def _block_facts(block):
         "causal": block.causal or _causal(block.attention),
         **_prefixed("norm", _template_facts(block.norm)),
     }
-    dim = block.attention.query.kernel.shape[0]
     for branch in block.branches[:-1]:
-        heads = getattr(block, branch)
-        found |= _prefixed(branch, _heads_facts(heads, dim))
+        found |= _prefixed(branch, _heads_facts(getattr(block, branch)))
     if block.cross_attention is not None:
         found["cross_attention/causal"] = _causal(block.cross_attention)
     feed_forward = block.feed_forward
@@ -133,10 +131,10 @@ def _causal(heads):
     )
 
 
-def _heads_facts(heads, dim):
+def _heads_facts(heads):
     if type(heads) is not MultiHead:
         return {"class": type(heads).__name__}
-    head_dim = heads.head_dim or dim // heads.num_heads
+    head_dim = heads.query.kernel.shape[-1]
     attention = heads.attention
     return {
         "num_heads": heads.num_heads,

@@ -13,31 +13,37 @@ from keras_tx.positions import (
 REQUIRED = object()
 
 # Fields that say nothing about the numbers of a forward pass.
-HARMLESS = frozenset(
-    """
-    _attn_implementation_autoset _name_or_path _num_labels architectures
-    attn_implementation bos_token_id cache_implementation chunk_size_feed_forward
-    decoder_start_token_id directionality dtype eos_token_id finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
-    initializer_factor initializer_range is_llama_config label2id language
-    max_length min_length model_type num_beams num_labels output_attentions
-    output_hidden_states output_past output_scores pad_token_id prefix pretraining_tp
-    problem_type return_dict return_dict_in_generate sep_token_id
-    suppress_tokens task_specific_params tokenizer_class top_k top_p
-    torch_dtype torchscript transformers.js_config transformers_version
-    unsloth_fixed unsloth_version use_bfloat16 use_cache
-    """.split()
-)
+# fmt: off
+HARMLESS = frozenset((
+    "_attn_implementation_autoset", "_name_or_path", "_num_labels", "architectures",
+    "attn_implementation", "bos_token_id", "cache_implementation",
+    "chunk_size_feed_forward", "decoder_start_token_id", "directionality", "dtype",
+    "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "gradient_checkpointing", "id2label", "initializer_factor", "initializer_range",
+    "is_llama_config", "label2id", "language", "max_length", "min_length",
+    "model_type", "num_beams", "num_labels", "output_attentions",
+    "output_hidden_states", "output_past", "output_scores", "pad_token_id",
+    "prefix", "pretraining_tp", "problem_type", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+    "task_specific_params", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers.js_config", "transformers_version",
+    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+))
+# fmt: on
 
 # Parts of names of fields that change what a model computes. A field that
 # nobody here knows is refused if it has one, and only reported otherwise.
+# fmt: off
 ARITHMETIC = (
-    "act adapter alibi attention attn auto_map bias cap channel clip conv decoder "
-    "depth dim embed encoder epsilon expert factor gate head hidden inner inter "
-    "layer mlp moe multiplier norm offset parallel pattern pool position prune "
-    "quant query rank residual rope rotary router scale scaling segment share size "
-    "skip slope sparse theta tie tied type upcast vocab window"
-).split()
+    "act", "adapter", "alibi", "attention", "attn", "auto_map", "bias", "cap",
+    "channel", "clip", "conv", "decoder", "depth", "dim", "embed", "encoder",
+    "epsilon", "expert", "factor", "gate", "head", "hidden", "inner", "inter",
+    "layer", "mlp", "moe", "multiplier", "norm", "offset", "parallel", "pattern",
+    "pool", "position", "prune", "quant", "query", "rank", "residual", "rope",
+    "rotary", "router", "scale", "scaling", "segment", "share", "size", "skip",
+    "slope", "sparse", "theta", "tie", "tied", "type", "upcast", "vocab", "window",
+)
+# fmt: on
 
 
 def changes_arithmetic(name):

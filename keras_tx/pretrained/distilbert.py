@@ -5,56 +5,38 @@ from keras_tx.pretrained.bert import FAMILY as BERT
 from keras_tx.pretrained.bert import build_encoder, describe_encoder
 from keras_tx.pretrained.config import activation_name
 from keras_tx.pretrained.parts import Parts
-from keras_tx.pretrained.table import FLAT, LINEAR, LINEAR_FROM_HEADS, Family, Row
+from keras_tx.pretrained.table import (
+    LINEAR,
+    LINEAR_FROM_HEADS,
+    Family,
+    Row,
+    dense,
+    layer_norm,
+)
 
-LAYER = "transformer.layer.{i}."
+ATTENTION = "transformer.layer.{i}.attention."
 ROWS = (
     Row("embeddings.word_embeddings.weight", "embedding/embeddings"),
     Row("embeddings.position_embeddings.weight", "position/embeddings"),
-    Row("embeddings.LayerNorm.weight", "embedding_norm/gamma"),
-    Row("embeddings.LayerNorm.bias", "embedding_norm/beta"),
-    *(
-        row
-        for letter, name in (("q", "query"), ("k", "key"), ("v", "value"))
-        for row in (
-            Row(
-                LAYER + f"attention.{letter}_lin.weight",
-                f"block_{{i}}/attention/{name}/kernel",
-                LINEAR,
-            ),
-            Row(
-                LAYER + f"attention.{letter}_lin.bias",
-                f"block_{{i}}/attention/{name}/bias",
-                FLAT,
-            ),
-        )
+    *layer_norm("embeddings.LayerNorm", "embedding_norm"),
+    *dense(ATTENTION + "q_lin", "block_{i}/attention/query"),
+    *dense(ATTENTION + "k_lin", "block_{i}/attention/key"),
+    *dense(ATTENTION + "v_lin", "block_{i}/attention/value"),
+    *dense(ATTENTION + "out_lin", "block_{i}/attention/merge", LINEAR_FROM_HEADS),
+    *layer_norm("transformer.layer.{i}.sa_layer_norm", "block_{i}/attention_norm"),
+    *dense("transformer.layer.{i}.ffn.lin1", "block_{i}/feed_forward/widen"),
+    *dense("transformer.layer.{i}.ffn.lin2", "block_{i}/feed_forward/narrow"),
+    *layer_norm(
+        "transformer.layer.{i}.output_layer_norm", "block_{i}/feed_forward_norm"
     ),
-    Row(
-        LAYER + "attention.out_lin.weight",
-        "block_{i}/attention/merge/kernel",
-        LINEAR_FROM_HEADS,
-    ),
-    Row(LAYER + "attention.out_lin.bias", "block_{i}/attention/merge/bias"),
-    Row(LAYER + "sa_layer_norm.weight", "block_{i}/attention_norm/gamma"),
-    Row(LAYER + "sa_layer_norm.bias", "block_{i}/attention_norm/beta"),
-    Row(LAYER + "ffn.lin1.weight", "block_{i}/feed_forward/widen/kernel", LINEAR),
-    Row(LAYER + "ffn.lin1.bias", "block_{i}/feed_forward/widen/bias"),
-    Row(LAYER + "ffn.lin2.weight", "block_{i}/feed_forward/narrow/kernel", LINEAR),
-    Row(LAYER + "ffn.lin2.bias", "block_{i}/feed_forward/narrow/bias"),
-    Row(LAYER + "output_layer_norm.weight", "block_{i}/feed_forward_norm/gamma"),
-    Row(LAYER + "output_layer_norm.bias", "block_{i}/feed_forward_norm/beta"),
 )
 HEADS = (
-    Row("vocab_transform.weight", "transform/kernel", LINEAR),
-    Row("vocab_transform.bias", "transform/bias"),
-    Row("vocab_layer_norm.weight", "transform_norm/gamma"),
-    Row("vocab_layer_norm.bias", "transform_norm/beta"),
+    *dense("vocab_transform", "transform"),
+    *layer_norm("vocab_layer_norm", "transform_norm"),
     Row("vocab_projector.weight", "embedding/reverse_embeddings", LINEAR),
     Row("vocab_projector.bias", "embedding/bias"),
-    Row("pre_classifier.weight", "pooler/kernel", LINEAR),
-    Row("pre_classifier.bias", "pooler/bias"),
-    Row("classifier.weight", "classes/kernel", LINEAR),
-    Row("classifier.bias", "classes/bias"),
+    *dense("pre_classifier", "pooler"),
+    *dense("classifier", "classes"),
 )
 
 

@@ -7,31 +7,21 @@ from keras_tx.pretrained import llama, qwen2
 from keras_tx.pretrained.parts import Parts
 from keras_tx.pretrained.table import PlusOne, Row
 
-# Scales are stored as their distance from 1.
+NORMS = {
+    "layers.{i}.input_layernorm": "block_{i}/attention_norm",
+    # Here it really comes after attention; Llama calls the next norm that.
+    "layers.{i}.post_attention_layernorm": "block_{i}/attention_output_norm",
+    "layers.{i}.pre_feedforward_layernorm": "block_{i}/feed_forward_norm",
+    "layers.{i}.post_feedforward_layernorm": "block_{i}/feed_forward_output_norm",
+    "norm": "final_norm",
+}
+# Their scales are stored as the distance from 1.
 ROWS = (
     *llama.BODY,
-    Row(
-        "layers.{i}.input_layernorm.weight",
-        "block_{i}/attention_norm/scale",
-        PlusOne(),
+    *(
+        Row(f"{file}.weight", f"{path}/scale", PlusOne())
+        for file, path in NORMS.items()
     ),
-    # Here it really comes after attention; Llama has this name before the next.
-    Row(
-        "layers.{i}.post_attention_layernorm.weight",
-        "block_{i}/attention_output_norm/scale",
-        PlusOne(),
-    ),
-    Row(
-        "layers.{i}.pre_feedforward_layernorm.weight",
-        "block_{i}/feed_forward_norm/scale",
-        PlusOne(),
-    ),
-    Row(
-        "layers.{i}.post_feedforward_layernorm.weight",
-        "block_{i}/feed_forward_output_norm/scale",
-        PlusOne(),
-    ),
-    Row("norm.weight", "final_norm/scale", PlusOne()),
 )
 
 

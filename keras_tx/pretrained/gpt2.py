@@ -9,16 +9,25 @@ from keras_tx.feed_forward import FeedForward
 from keras_tx.models import decoder
 from keras_tx.pretrained.config import activation_name
 from keras_tx.pretrained.parts import Parts
-from keras_tx.pretrained.table import FLAT, Family, Joined, Matrix, Row
+from keras_tx.pretrained.table import (
+    FLAT,
+    LINEAR,
+    Family,
+    Joined,
+    Matrix,
+    Row,
+    dense,
+    layer_norm,
+)
 
 # Its "Conv1D" has inputs first, and queries, keys and values side by side.
 PLAIN = Matrix(transposed=False)
+PLAIN_FROM_HEADS = Matrix(inputs=2, transposed=False)
 QKV = ("query", "key", "value")
 ROWS = (
     Row("wte.weight", "embedding/embeddings"),
     Row("wpe.weight", "position/embeddings"),
-    Row("h.{i}.ln_1.weight", "block_{i}/attention_norm/gamma"),
-    Row("h.{i}.ln_1.bias", "block_{i}/attention_norm/beta"),
+    *layer_norm("h.{i}.ln_1", "block_{i}/attention_norm"),
     Row(
         "h.{i}.attn.c_attn.weight",
         tuple(f"block_{{i}}/attention/{name}/kernel" for name in QKV),
@@ -29,20 +38,11 @@ ROWS = (
         tuple(f"block_{{i}}/attention/{name}/bias" for name in QKV),
         Joined(FLAT),
     ),
-    Row(
-        "h.{i}.attn.c_proj.weight",
-        "block_{i}/attention/merge/kernel",
-        Matrix(inputs=2, transposed=False),
-    ),
-    Row("h.{i}.attn.c_proj.bias", "block_{i}/attention/merge/bias"),
-    Row("h.{i}.ln_2.weight", "block_{i}/feed_forward_norm/gamma"),
-    Row("h.{i}.ln_2.bias", "block_{i}/feed_forward_norm/beta"),
-    Row("h.{i}.mlp.c_fc.weight", "block_{i}/feed_forward/widen/kernel", PLAIN),
-    Row("h.{i}.mlp.c_fc.bias", "block_{i}/feed_forward/widen/bias"),
-    Row("h.{i}.mlp.c_proj.weight", "block_{i}/feed_forward/narrow/kernel", PLAIN),
-    Row("h.{i}.mlp.c_proj.bias", "block_{i}/feed_forward/narrow/bias"),
-    Row("ln_f.weight", "final_norm/gamma"),
-    Row("ln_f.bias", "final_norm/beta"),
+    *dense("h.{i}.attn.c_proj", "block_{i}/attention/merge", PLAIN_FROM_HEADS),
+    *layer_norm("h.{i}.ln_2", "block_{i}/feed_forward_norm"),
+    *dense("h.{i}.mlp.c_fc", "block_{i}/feed_forward/widen", PLAIN),
+    *dense("h.{i}.mlp.c_proj", "block_{i}/feed_forward/narrow", PLAIN),
+    *layer_norm("ln_f", "final_norm"),
 )
 
 
@@ -50,7 +50,6 @@ def build(config, options):
     """Builds the decoder of a config."""
     config.only("add_cross_attention", False)
     config.only("scale_attn_by_inverse_layer_idx", False)
-    config.only("tie_word_embeddings", True)
     config.harmless("n_ctx", "reorder_and_upcast_attn")
     config.harmless(*(f"summary_{what}" for what in SUMMARY))
     dim, num_heads = config.integer("n_embd"), config.integer("n_head")
@@ -81,6 +80,7 @@ def build(config, options):
         position="learned",
         max_length=config.integer("n_positions"),
         pad_id=options.padding(config, masked=False),
+        tie_embeddings=config.flag("tie_word_embeddings", True),
         dropout=config.rate("embd_pdrop", 0.1),
         packed=options.packed,
         name="gpt2",
@@ -117,6 +117,7 @@ FAMILY = Family(
     architectures={"GPT2LMHeadModel": None, "GPT2Model": None},
     prefix="transformer.",
     rows=ROWS,
+    heads=(Row("lm_head.weight", "embedding/reverse_embeddings", LINEAR),),
     tied={"lm_head.weight": "wte.weight"},
     buffers=(r"h\.\d+\.attn\.(bias|masked_bias)",),
     build=build,

@@ -11,39 +11,20 @@ from keras_tx.models import decoder
 from keras_tx.norms import RMSNorm
 from keras_tx.pretrained.config import activation_name, describe_rotary, rotary
 from keras_tx.pretrained.parts import Parts
-from keras_tx.pretrained.table import FLAT, LINEAR, LINEAR_FROM_HEADS, Family, Row
+from keras_tx.pretrained.table import LINEAR, LINEAR_FROM_HEADS, Family, Row, dense
 
 ATTENTION = "layers.{i}.self_attn."
-FEED_FORWARD = "layers.{i}.mlp."
-
-# Without the norms, whose names differ between relatives. Rows for biases
-# apply where a model has them.
+# Without the norms, whose names differ between relatives. Biases are there
+# where a model has them.
 BODY = (
     Row("embed_tokens.weight", "embedding/embeddings"),
-    Row(ATTENTION + "q_proj.weight", "block_{i}/attention/query/kernel", LINEAR),
-    Row(ATTENTION + "q_proj.bias", "block_{i}/attention/query/bias", FLAT),
-    Row(ATTENTION + "k_proj.weight", "block_{i}/attention/key/kernel", LINEAR),
-    Row(ATTENTION + "k_proj.bias", "block_{i}/attention/key/bias", FLAT),
-    Row(ATTENTION + "v_proj.weight", "block_{i}/attention/value/kernel", LINEAR),
-    Row(ATTENTION + "v_proj.bias", "block_{i}/attention/value/bias", FLAT),
-    Row(
-        ATTENTION + "o_proj.weight",
-        "block_{i}/attention/merge/kernel",
-        LINEAR_FROM_HEADS,
-    ),
-    Row(ATTENTION + "o_proj.bias", "block_{i}/attention/merge/bias"),
-    Row(
-        FEED_FORWARD + "gate_proj.weight", "block_{i}/feed_forward/gate/kernel", LINEAR
-    ),
-    Row(FEED_FORWARD + "gate_proj.bias", "block_{i}/feed_forward/gate/bias"),
-    Row(FEED_FORWARD + "up_proj.weight", "block_{i}/feed_forward/widen/kernel", LINEAR),
-    Row(FEED_FORWARD + "up_proj.bias", "block_{i}/feed_forward/widen/bias"),
-    Row(
-        FEED_FORWARD + "down_proj.weight",
-        "block_{i}/feed_forward/narrow/kernel",
-        LINEAR,
-    ),
-    Row(FEED_FORWARD + "down_proj.bias", "block_{i}/feed_forward/narrow/bias"),
+    *dense(ATTENTION + "q_proj", "block_{i}/attention/query"),
+    *dense(ATTENTION + "k_proj", "block_{i}/attention/key"),
+    *dense(ATTENTION + "v_proj", "block_{i}/attention/value"),
+    *dense(ATTENTION + "o_proj", "block_{i}/attention/merge", LINEAR_FROM_HEADS),
+    *dense("layers.{i}.mlp.gate_proj", "block_{i}/feed_forward/gate"),
+    *dense("layers.{i}.mlp.up_proj", "block_{i}/feed_forward/widen"),
+    *dense("layers.{i}.mlp.down_proj", "block_{i}/feed_forward/narrow"),
 )
 ROWS = (
     *BODY,

@@ -4,23 +4,17 @@
 import dataclasses
 
 from keras_tx.pretrained import bert
-from keras_tx.pretrained.table import LINEAR, Row, SkipRows
+from keras_tx.pretrained.table import LINEAR, Row, SkipRows, dense, layer_norm
 
 HEADS = (
-    Row("lm_head.dense.weight", "transform/kernel", LINEAR),
-    Row("lm_head.dense.bias", "transform/bias"),
-    Row("lm_head.layer_norm.weight", "transform_norm/gamma"),
-    Row("lm_head.layer_norm.bias", "transform_norm/beta"),
+    *dense("lm_head.dense", "transform"),
+    *layer_norm("lm_head.layer_norm", "transform_norm"),
     Row("lm_head.decoder.weight", "embedding/reverse_embeddings", LINEAR),
     Row("lm_head.bias", "embedding/bias"),
-    Row("classifier.out_proj.weight", "classes/kernel", LINEAR),
-    Row("classifier.out_proj.bias", "classes/bias"),
+    *dense("classifier.out_proj", "classes"),
 )
-# The pooled vector is the classifier's own, where BERT has it in the body.
-CLASSES = (
-    Row("classifier.dense.weight", "pooler/kernel", LINEAR),
-    Row("classifier.dense.bias", "pooler/bias"),
-)
+# The classifier has a pooler of its own, where BERT uses the body's.
+CLASSES = dense("classifier.dense", "pooler")
 
 
 def tables(fields, output):

@@ -158,6 +158,28 @@ class Row:
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
+def dense(file, path, form=LINEAR):
+    """Returns the rows of a projection: kernel, and bias where there is one.
+
+    Args:
+        file: Name in the file, without `.weight` and `.bias`.
+        path: Path here, without `/kernel` and `/bias`.
+        form: Form of the kernel.
+    """
+    return (
+        Row(f"{file}.weight", f"{path}/kernel", form),
+        Row(f"{file}.bias", f"{path}/bias", FLAT),
+    )
+
+
+def layer_norm(file, path):
+    """Returns the rows of a layer norm: its scale and its shift."""
+    return (
+        Row(f"{file}.weight", f"{path}/gamma"),
+        Row(f"{file}.bias", f"{path}/beta"),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Everything that one family of checkpoints needs.

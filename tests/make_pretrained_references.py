@@ -1,0 +1,19 @@
+"""Writes the reference files under `tests/pretrained`, with `transformers`.
+
+    python tests/make_pretrained_references.py
+
+Needs torch and `transformers`. The files are committed, so that the tests need
+neither; run this only to add a case, and commit what changed.
+"""
+
+import os
+import sys
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from pretrained_cases import CASES, write_case
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        write_case(name)
+        print(name)

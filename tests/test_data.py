@@ -191,7 +191,7 @@ def test_packing_loses_no_token_and_wastes_little():
     ],
 )
 def test_packed_documents_equal_separate_ones_gradients_included(position, max_length):
-    documents = [[5, 6, 7, 8], [9, 10, 3], [4, 11, 2, 1, 5, 6], [7, 7]]
+    documents = [[5, 6, 7, 8], [9, 10, 3], [4, 11, 2, 1], [7, 7, 2]]
     model = tx.decoder(
         12, 8, 2, 2, position=position, max_length=max_length, packed=True
     )
@@ -253,7 +253,7 @@ def loss_gradients(model, inputs, counts):
             )
             return ops.sum(counts * logits**2)
 
-        grads = jax.grad(loss)([v.value for v in weights])
+        grads = jax.jit(jax.grad(loss))([v.value for v in weights])
         return [np.asarray(g) for g in grads]
     model.zero_grad()
     ops.sum(ops.convert_to_tensor(counts) * model(inputs) ** 2).backward()

@@ -10,6 +10,7 @@ from keras_tx.blocks import TransformerBlock  # noqa: E402
 from keras_tx.data import mask_tokens, next_token, pack  # noqa: E402
 from keras_tx.embeddings import LearnedSegment, TokenEmbedding  # noqa: E402
 from keras_tx.feed_forward import FeedForward, gelu_tanh  # noqa: E402
+from keras_tx.generation import generate, stream  # noqa: E402
 from keras_tx.models import decoder, encoder, encoder_decoder  # noqa: E402
 from keras_tx.norms import RMSNorm  # noqa: E402
 from keras_tx.positions import (  # noqa: E402
@@ -28,22 +29,46 @@ from keras_tx.pretrained import (  # noqa: E402
     load_tokenizer,
     save_pretrained,
 )
+from keras_tx.sampling import (  # noqa: E402
+    Beam,
+    Constrain,
+    Greedy,
+    MinP,
+    NoRepeatNGrams,
+    PresencePenalty,
+    RepetitionPenalty,
+    Sampler,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 __all__ = [
     "AlibiPosition",
+    "Beam",
+    "Constrain",
     "FeedForward",
+    "Greedy",
     "LearnedPosition",
     "LearnedSegment",
     "LinearScaling",
     "Llama3Scaling",
+    "MinP",
     "MultiHead",
+    "NoRepeatNGrams",
     "NtkScaling",
+    "PresencePenalty",
     "RMSNorm",
     "RelativePosition",
+    "RepetitionPenalty",
     "RotaryPosition",
+    "Sampler",
     "ScaledAttention",
     "SinusoidalPosition",
+    "Temperature",
     "TokenEmbedding",
+    "TopK",
+    "TopP",
     "TransformerBlock",
     "YarnScaling",
     "__version__",
@@ -51,10 +76,12 @@ __all__ = [
     "encoder",
     "encoder_decoder",
     "gelu_tanh",
+    "generate",
     "load_pretrained",
     "load_tokenizer",
     "mask_tokens",
     "next_token",
     "pack",
     "save_pretrained",
+    "stream",
 ]

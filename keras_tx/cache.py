@@ -205,14 +205,14 @@ class Scope:
         before = self._take(owner, new)
         if not ring:
             entry = {
-                k: _write(before[k], x, self.column, _axis(k)) for k, x in new.items()
+                k: write(before[k], x, self.column, _axis(k)) for k, x in new.items()
             }
             self._keep(owner, entry)
             seen, columns = entry, ops.arange(size, dtype="int32")
             filled = self.column + self.length
         elif self.length == 1:
             slot = self.column % size
-            entry = {k: _write(before[k], x, slot, _axis(k)) for k, x in new.items()}
+            entry = {k: write(before[k], x, slot, _axis(k)) for k, x in new.items()}
             self._keep(owner, entry)
             seen, columns = entry, _ring_columns(self.column, size)
             filled = _minimum(self.column + 1, size)
@@ -395,7 +395,7 @@ def _start(x, size, axis):
     return ops.take(x, last - (last - slots) % size, axis=axis)
 
 
-def _write(held, new, column, axis):
+def write(held, new, column, axis):
     """Returns `held` with `new` from `column` on."""
     if keras.backend.backend() == "torch":
         # In place: the functional update would copy all that is held.

@@ -72,6 +72,15 @@ def scores(query, key, *, scale, soft_cap=None, bias=None):
     return result
 
 
+def softmax(scores):
+    """Softmax over the last axis, of one key too."""
+    # Keras warns that a softmax over one is always 1. Here that is meant: a
+    # first token has only itself to attend to.
+    if scores.shape[-1] == 1:
+        return scores * 0.0 + 1.0
+    return ops.softmax(scores, axis=-1)
+
+
 def masked_softmax(scores, mask, rows_may_be_empty):
     """Softmax over the last axis where `mask` is true.
 
@@ -85,9 +94,9 @@ def masked_softmax(scores, mask, rows_may_be_empty):
         Weights shaped and typed like `scores`.
     """
     if mask is None:
-        return ops.softmax(scores, axis=-1)
+        return softmax(scores)
     # A select, never a sum: it also keeps NaN in a masked key out.
-    weights = ops.softmax(ops.where(mask, scores, MASKED_SCORE), axis=-1)
+    weights = softmax(ops.where(mask, scores, MASKED_SCORE))
     if rows_may_be_empty:
         weights = ops.where(mask, weights, 0.0)
     return weights
@@ -257,7 +266,7 @@ def held(
 
     def at_once(key, value, allowed, bias):
         raw, allowed = scores_of(key, allowed, bias)
-        weights = ops.where(allowed, ops.softmax(raw, axis=-1), 0.0)
+        weights = ops.where(allowed, softmax(raw), 0.0)
         return mix_of(weights, value), weights
 
     filled = held.filled

@@ -1,5 +1,7 @@
 """What attention computes, against the essay, NumPy and Keras."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -463,3 +465,15 @@ def test_exception_three_causal_is_bottom_right():
     assert seen.tolist() == [[True] * 4 + [False], [True] * 5]
     seen = to_numpy(theirs(query, value, **call)[1])[0, 0] > 0
     assert seen.tolist() == [[True] + [False] * 4, [True] * 2 + [False] * 3]
+
+
+def test_one_token_alone_attends_to_itself_and_nobody_warns():
+    x = normal(2, 1, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for causal in (False, True):
+            mixed, weights = tx.ScaledAttention(causal=causal)(
+                x, return_attention_scores=True
+            )
+            np.testing.assert_array_equal(to_numpy(weights), np.ones((2, 1, 1)))
+            np.testing.assert_array_equal(to_numpy(mixed), x)

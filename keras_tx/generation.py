@@ -823,7 +823,9 @@ class _Plan:
                 return
             if check and self.kind != "methods":
                 self._refuse_mixers()
-            one = keras.tree.map_structure(lambda x: x[:1], source)
+            one = source
+            if source is not None:
+                one = keras.tree.map_structure(lambda x: x[:1], source)
             _without_gradients(self._compare if check else self._probe)(one)
             self.checked = self.checked or check
 

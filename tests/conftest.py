@@ -8,6 +8,29 @@ import keras
 import pytest
 
 
+def pytest_configure(config):
+    if keras.backend.backend() == "jax":
+        keep_jax_compilations(str(config.cache.mkdir("jax")))
+
+
+def keep_jax_compilations(folder):
+    """Keeps what XLA compiles for other workers, child processes and runs.
+
+    Outside a compiled step JAX compiles every operation for every shape, which
+    takes longer than all that the tests compute.
+    """
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    import jax
+
+    for name, value in settings.items():
+        os.environ.setdefault(name.upper(), str(value))
+        jax.config.update(name, value)
+
+
 def pytest_report_header():
     return f"keras {keras.__version__} on {keras.backend.backend()}"
 

@@ -83,7 +83,7 @@ class Sampler:
     """
 
     draws = False
-    numbers = ()
+    numbers: tuple[str, ...] = ()
 
     def __call__(self, logits, history):
         return logits

@@ -56,6 +56,11 @@ def public_objects():
     return [name for name in keras_tx.__all__ if name != "__version__"]
 
 
+@pytest.fixture(autouse=True)
+def files_of_examples_go_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("name", public_objects())
 def test_every_public_object_has_an_example_that_runs(name):
     ran = run_examples(
@@ -63,7 +68,8 @@ def test_every_public_object_has_an_example_that_runs(name):
     )
     assert ran, (
         f"The docstring of keras_tx.{name} has no example. Add one under "
-        "`Example:`, with `>>>`; it may use keras, keras_tx and np."
+        "`Example:`, with `>>>`; it may use keras, keras_tx, np "
+        "and write into the current folder."
     )
 
 

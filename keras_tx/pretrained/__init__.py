@@ -102,10 +102,10 @@ def load_pretrained(
 
     Example:
 
-    ```python
-    model = keras_tx.load_pretrained("all-MiniLM-L6-v2")
-    features = model(tokens)  # (B, T, 384)
-    ```
+    >>> keras_tx.save_pretrained(keras_tx.decoder(96, 32, 2, 4), "folder")
+    >>> model = keras_tx.load_pretrained("folder")
+    >>> model(keras.ops.ones((1, 10), dtype="int32")).shape
+    (1, 10, 96)
     """
     source = _open(path)
     family = _family(source.config.get("model_type"))
@@ -152,10 +152,8 @@ def save_pretrained(model, path, *, family=None, config=None):
 
     Example:
 
-    ```python
-    model = keras_tx.decoder(96, 64, 2, 4)
-    keras_tx.save_pretrained(model, "folder")
-    ```
+    >>> model = keras_tx.decoder(96, 32, 2, 4)
+    >>> keras_tx.save_pretrained(model, "folder", config={"eos_token_id": 2})
     """
     if not _is_functional(model):
         raise ValueError(
@@ -209,10 +207,12 @@ def load_tokenizer(path):
 
     Example:
 
-    ```python
-    tokenizer = keras_tx.load_tokenizer("all-MiniLM-L6-v2")
-    ids = tokenizer.encode("A cat sat on the mat.").ids
-    ```
+    >>> import os, tokenizers
+    >>> os.makedirs("folder")
+    >>> words = tokenizers.models.WordLevel({"[UNK]": 0, "cat": 1}, "[UNK]")
+    >>> tokenizers.Tokenizer(words).save("folder/tokenizer.json")
+    >>> keras_tx.load_tokenizer("folder").encode("cat").ids
+    [1]
     """
     tokenizers = require("tokenizers")
     file = pathlib.Path(path) / "tokenizer.json"

@@ -5,7 +5,7 @@ import numbers
 import keras
 from keras import ops
 
-from keras_tx import checks
+from keras_tx import checks, masks
 from keras_tx.attention import MultiHead
 from keras_tx.feed_forward import FeedForward
 from keras_tx.norms import NormTemplate
@@ -233,7 +233,7 @@ class TransformerBlock(keras.layers.Layer):
         training=None,
     ):
         self._check_inputs(x, context)
-        implicit = getattr(x, "_keras_mask", None)
+        implicit = masks.implicit(x)
         found = {}
 
         def attend(x):

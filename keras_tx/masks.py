@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 from keras import ops
+from keras.src.backend import get_keras_mask, set_keras_mask
 
 from keras_tx import checks
 
@@ -161,4 +162,10 @@ def _check_axis(name, mask, axis, expected, what):
 
 def implicit(x):
     """Returns the mask that Keras attached to `x`, or `None`."""
-    return getattr(x, "_keras_mask", None)
+    # No plain attribute: a tracer of JAX takes none, and Keras keeps a table.
+    return get_keras_mask(x)
+
+
+def attach(x, mask):
+    """Attaches an implicit mask to `x`, in place, as Keras does."""
+    set_keras_mask(x, mask)

@@ -789,7 +789,7 @@ class _Plan:
             if mask is not None:
                 # Compiled code hands tensors on without their masks.
                 x = ops.copy(x) if keras.backend.backend() == "torch" else x
-                x._keras_mask = mask
+                masks.attach(x, mask)
             carried.append(x)
         if self.kind == "split":
             others = _other_inputs(self.other_names, tokens, scope)
@@ -849,7 +849,7 @@ class _Plan:
 
     def _probe(self, source):
         """Builds the model, if its first call does, and learns V."""
-        tokens = ops.convert_to_tensor(np.zeros((1, 1), "int32"))
+        tokens = ops.convert_to_tensor(np.zeros((1, 2), "int32"))
         logits = self.forward(tokens, self._encode_eagerly(source))
         self.vocab_size = int(logits.shape[-1])
         if not self.variables:

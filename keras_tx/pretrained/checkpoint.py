@@ -1,19 +1,31 @@
 """Folders of config.json and safetensors: what they hold, checked, and back."""
 
 import json
+import math
 import os
 import pathlib
 import shutil
 import tempfile
 
+import ml_dtypes  # comes with Keras; NumPy itself has no bfloat16
 import numpy as np
+
+from keras_tx.pretrained.deferred import aligned_empty
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 # What weights may be stored as. Quantized ones need scales that no table has.
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
+
+# How many numbers are converted at a time.
+PIECE = 1 << 18
 
 # Beyond this many bytes a checkpoint is written as several files.
 SHARD_BYTES = 5_000_000_000
@@ -68,7 +80,6 @@ class Folder:
                 "`huggingface_hub.snapshot_download`."
             )
         self.config = read_json(self.path / CONFIG)
-        self._files = {}
         self._headers = {}
         for file, listed in self._weight_files():
             self._read_header(file, listed)
@@ -111,24 +122,32 @@ class Folder:
         if not path.is_file():
             raise ValueError(f"'{INDEX}' names the file '{path}', which is missing.")
         try:
-            with safetensors.safe_open(path, framework="numpy") as handle:
-                found = {
-                    name: (tuple(piece.get_shape()), piece.get_dtype())
-                    for name in handle.keys()  # noqa: SIM118, no mapping
-                    for piece in [handle.get_slice(name)]
-                }
+            # Checks that sizes, offsets and the file's length agree.
+            with safetensors.safe_open(path, framework="numpy"):
+                pass
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"'{path}' is not a sound safetensors file ({error}). Download it "
                 "again."
             ) from error
+        with path.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            header = json.loads(handle.read(length))
+        header.pop("__metadata__", None)
+        found = {
+            name: (
+                tuple(entry["shape"]),
+                entry["dtype"],
+                path,
+                8 + length + entry["data_offsets"][0],
+            )
+            for name, entry in header.items()
+        }
         if listed is not None and set(listed) != set(found):
             odd = sorted(set(listed) ^ set(found))
             raise ValueError(
                 f"'{INDEX}' and '{path}' disagree about the tensors {odd[:5]}."
             )
-        for name in found:
-            self._files[name] = path
         self._headers.update(found)
 
     @property
@@ -149,13 +168,24 @@ class Folder:
                 f"{', '.join(FLOATS)}; save a version that is not quantized."
             )
 
-    def read(self, name):
-        """Returns a tensor as a NumPy array of its own."""
-        safetensors = require("safetensors")
-        # One handle a tensor: an open one maps the file, whose pages would
-        # count as memory in use until the last tensor is read.
-        with safetensors.safe_open(self._files[name], framework="numpy") as handle:
-            return handle.get_tensor(name)
+    def read(self, name, dtype):
+        """Returns a tensor as a NumPy array of its own, in a dtype.
+
+        Read and converted piece by piece rather than mapped, for mapped pages
+        count as memory in use until the whole file is done with.
+        """
+        shape, stored, path, offset = self._headers[name]
+        array = aligned_empty((math.prod(shape),), dtype)
+        with path.open("rb") as handle:
+            handle.seek(offset)
+            if array.dtype == FLOATS[stored]:
+                handle.readinto(array.view(np.uint8))
+            else:
+                for start in range(0, array.size, PIECE):
+                    piece = np.empty(min(PIECE, array.size - start), FLOATS[stored])
+                    handle.readinto(piece.view(np.uint8))
+                    array[start : start + piece.size] = piece
+        return array.reshape(shape)
 
 
 def _is_file_name(name):

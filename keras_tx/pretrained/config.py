@@ -248,12 +248,12 @@ def rotary(config, default_theta=10_000.0):
     """Returns the `RotaryPosition` of a config, in either spelling.
 
     `rope_parameters` holds everything; the older `rope_scaling` stands beside
-    `rope_theta`.
+    `rope_theta`, and wins where a file has both, as in the reference.
     """
     config.only("partial_rotary_factor", 1, 1.0)
     theta = config.number("rope_theta", default_theta)
-    rules = dict(config.get("rope_parameters") or {})
-    rules.update(config.get("rope_scaling") or {})
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    rules = dict(older or newer or {})
     theta = float(rules.pop("rope_theta", None) or theta)
     kind = rules.pop("rope_type", None)
     old_kind = rules.pop("type", None)

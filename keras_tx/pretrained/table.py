@@ -9,7 +9,10 @@ import math
 import re
 
 import keras
+import ml_dtypes
 import numpy as np
+
+from keras_tx.pretrained.deferred import settle
 
 # ----------------------------------------------------------------------------
 # Forms: a file's layout to ours, and back
@@ -22,6 +25,10 @@ class Same:
     def file_shape(self, *shapes):
         """Returns the shape in the file from those here."""
         return shapes[0]
+
+    def read_dtype(self, dtype):
+        """Returns the dtype to read in, for weights of a dtype."""
+        return dtype
 
     def load(self, array, shapes):
         """Returns the arrays here from the file's."""
@@ -60,7 +67,7 @@ class Matrix(Same):
 
     def load(self, array, shapes):
         array = array.T if self.transposed else array
-        return (np.ascontiguousarray(array).reshape(shapes[0]),)
+        return (array.reshape(shapes[0]),)
 
     def save(self, arrays):
         shape = self.file_shape(arrays[0].shape)
@@ -73,9 +80,12 @@ class Matrix(Same):
 class PlusOne(Same):
     """A scale that the file stores as its distance from 1."""
 
+    def read_dtype(self, dtype):
+        # In bfloat16 the distance would be rounded, and then the sum.
+        return np.float32
+
     def load(self, array, shapes):
-        # In float32: in bfloat16 the sum would lose what the file has.
-        return (array.astype("float32") + 1,)
+        return (array + 1,)
 
     def save(self, arrays):
         return arrays[0].astype("float32") - 1
@@ -316,16 +326,17 @@ class Tensors:
         """Returns a shape."""
         return tuple(self.source.shape(self.names[plain]))
 
-    def read(self, plain):
-        """Returns an array; one that holds no floats is refused."""
-        self.source.check_dtype(self.names[plain])
-        return self.source.read(self.names[plain])
+    def read(self, plain, dtype=np.float32):
+        """Returns an array in a NumPy dtype."""
+        return self.source.read(self.names[plain], dtype)
 
     def equal(self, first, second):
         """Whether two tensors are the same in every bit that counts."""
-        return self.shape(first) == self.shape(second) and np.array_equal(
-            self.read(first), self.read(second)
-        )
+        if self.shape(first) != self.shape(second):
+            return False
+        for name in (first, second):
+            self.source.check_dtype(self.names[name])
+        return np.array_equal(self.read(first), self.read(second))
 
 
 def match(family, tensors, model, output):
@@ -361,6 +372,7 @@ def match(family, tensors, model, output):
                 f"{tuple(expected)}"
             )
             continue
+        tensors.source.check_dtype(tensors.names[row.file])
         for index, variable in enumerate(variables):
             readers[id(variable)] = _reader(tensors, row, shapes, index, variable)
     faults += [f"the weight '{path}' has no tensor" for path in weights]
@@ -376,21 +388,17 @@ def match(family, tensors, model, output):
 
 
 def _reader(tensors, row, shapes, index, variable):
-    dtype = keras.backend.standardize_dtype(variable.dtype)
+    dtype = _numpy_dtype(keras.backend.standardize_dtype(variable.dtype))
 
     def read():
-        array = row.form.load(tensors.read(row.file), shapes)[index]
-        return array.astype(_numpy_dtype(dtype), copy=False)
+        array = tensors.read(row.file, row.form.read_dtype(dtype))
+        return settle(row.form.load(array, shapes)[index], dtype)
 
     return read
 
 
 def _numpy_dtype(dtype):
-    if dtype == "bfloat16":
-        import ml_dtypes  # comes with Keras; NumPy itself has no bfloat16
-
-        return ml_dtypes.bfloat16
-    return dtype
+    return ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
 
 
 def _leftovers(family, tensors, used, output):

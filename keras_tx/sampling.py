@@ -147,7 +147,7 @@ class Temperature(Sampler):
         self.temperature = _number(
             "temperature", temperature, low=0, remedy="0 takes the likeliest token."
         )
-        self._greedy = self.temperature == 0
+        self._greedy = self.temperature < 1e-30  # float32 could not divide by it
 
     @property
     def draws(self):

@@ -121,10 +121,10 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
         x = ops.cast(x, self.compute_dtype)
         if self.tie_weights:
             kernel = ops.cast(self.embeddings, self.compute_dtype)
-            logits = kernels.einsum_float32("...d,vd->...v", x, kernel)
+            logits = kernels.project(x, kernel, "nd,vd->nv")
         else:
             kernel = ops.cast(self.reverse_embeddings, self.compute_dtype)
-            logits = kernels.einsum_float32("...d,dv->...v", x, kernel)
+            logits = kernels.project(x, kernel, "nd,dv->nv")
         if self.use_bias:
             logits = logits + ops.cast(self.bias, logits.dtype)
         if self.soft_cap is not None:

@@ -47,6 +47,25 @@ def einsum_float32(equation, *operands):
     return ops.einsum(equation, *(ops.cast(x, "float32") for x in operands))
 
 
+def project(x, kernel, equation):
+    """Multiplies features `(..., D)` by a matrix, in at least float32.
+
+    Leading axes become one first. An einsum over `...` is one product as well,
+    but TensorFlow computes its gradient as one outer product per token, all of
+    them summed, which on a CPU took longer than the rest of a training step.
+
+    Args:
+        x: `(..., D)`.
+        kernel: `(D, V)` or `(V, D)`.
+        equation: What einsum does with rows, `"nd,dv->nv"` or `"nd,vd->nv"`.
+    """
+    rows = ops.reshape(x, (-1, x.shape[-1]))
+    result = einsum_float32(equation, rows, kernel)
+    # Sizes that are known stay known.
+    shape = (*_sizes(x)[:-1], result.shape[-1])
+    return ops.reshape(result, shape)
+
+
 def scores(query, key, *, scale, soft_cap=None, bias=None):
     """Returns the raw scores `(B, N, T, S)` in at least float32.
 

@@ -100,9 +100,20 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
             super().build(input_shape)
         finally:
             self.embeddings_initializer = plain
+        if not self.tie_weights:
+            # Keras starts both tables with the same numbers.
+            fresh = fresh_initializer(plain, f"{self.path}/reverse_embeddings")
+            self.reverse_embeddings.assign(
+                fresh((self.dim, self.vocab_size), self.variable_dtype)
+            )
         if self.use_bias:
             self.bias = self.add_weight(
-                name="bias", shape=(self.vocab_size,), initializer="zeros"
+                name="bias",
+                shape=(self.vocab_size,),
+                initializer="zeros",
+                # Added in float32, inside and outside an autocast scope: which
+                # of the two it is depends on how the model was made.
+                autocast=False,
             )
 
     def call(self, inputs, reverse=False):

@@ -36,6 +36,11 @@ class RMSNorm(keras.layers.RMSNormalization):
     def __init__(self, axis=-1, epsilon=EPSILON, **kwargs):
         super().__init__(axis=axis, epsilon=epsilon, **kwargs)
         self.supports_masking = True
+        self._axis = axis
+
+    def get_config(self):
+        # Keras rewrites the axis in `build`; a config says what was asked for.
+        return {**super().get_config(), "axis": self._axis}
 
 
 class NormTemplate:
@@ -53,6 +58,9 @@ class NormTemplate:
             norm = norm.config
         elif isinstance(norm, keras.layers.Layer):
             norm = child_config(norm)
+            # The place names the copy; a name such as "rms_normalization_3"
+            # would only tell how many layers were made before.
+            norm["config"].pop("name", None)
         elif norm is not None and not (
             isinstance(norm, str) and norm in ("layer", "rms")
         ):

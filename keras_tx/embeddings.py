@@ -92,20 +92,7 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
     def build(self, input_shape=None):
         if self.built:
             return
-        plain = self.embeddings_initializer
-        try:
-            self.embeddings_initializer = fresh_initializer(
-                plain, f"{self.path}/embeddings"
-            )
-            super().build(input_shape)
-        finally:
-            self.embeddings_initializer = plain
-        if not self.tie_weights:
-            # Keras starts both tables with the same numbers.
-            fresh = fresh_initializer(plain, f"{self.path}/reverse_embeddings")
-            self.reverse_embeddings.assign(
-                fresh((self.dim, self.vocab_size), self.variable_dtype)
-            )
+        super().build(input_shape)
         if self.use_bias:
             self.bias = self.add_weight(
                 name="bias",
@@ -115,6 +102,12 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
                 # of the two it is depends on how the model was made.
                 autocast=False,
             )
+
+    def add_weight(self, *args, initializer=None, name=None, **kwargs):
+        # Keras gives both tables one initializer, and so the same numbers.
+        if initializer is not None:
+            initializer = fresh_initializer(initializer, f"{self.path}/{name}")
+        return super().add_weight(*args, initializer=initializer, name=name, **kwargs)
 
     def call(self, inputs, reverse=False):
         if reverse:

@@ -633,8 +633,9 @@ class _Plan:
                     f"that is continued is '{self.target}', or say which with "
                     "`target=`."
                 )
-        part = self.decoder if self.kind == "split" else model
-        self.layers = _all_layers(part)
+        self.layers = (
+            self.decoder.layers() if self.kind == "split" else _all_layers(model)
+        )
         self.remat = [x for x in self.layers if getattr(x, "_remat_mode", None)]
         embeddings = [x for x in self.layers if isinstance(x, TokenEmbedding)]
         tables = embeddings or [
@@ -680,17 +681,19 @@ class _Plan:
         others = {name: x for name, x in self.inputs.items() if name in OTHER_INPUTS}
         reads_target = {id(target)} | {id(x) for x in others.values()}
         reads_source = {id(x) for x in sources.values()}
-        border = {}
+        border, source_nodes, target_nodes = {}, [], []
         for depth in sorted(model._nodes_by_depth, reverse=True):
             for node in model._nodes_by_depth[depth]:
+                if node.is_input:
+                    continue
                 inputs = node.input_tensors
-                on_target = any(id(x) in reads_target for x in inputs)
-                on_source = any(id(x) in reads_source for x in inputs)
-                if on_target:
+                if any(id(x) in reads_target for x in inputs):
                     reads_target.update(id(x) for x in node.outputs)
                     border.update((id(x), x) for x in inputs if id(x) in reads_source)
-                elif on_source:
+                    target_nodes.append(node)
+                else:
                     reads_source.update(id(x) for x in node.outputs)
+                    source_nodes.append(node)
         logits = _pick_output(model.output, self.output)
         if id(logits) not in reads_target:
             raise ValueError(
@@ -698,11 +701,12 @@ class _Plan:
                 f"'{self.target}'. Say which input is continued with `target=`."
             )
         self.source_names = list(sources)
-        border = list(border.values())
-        self.encoder = keras.Model(list(sources.values()), border)
-        self.decoder = keras.Model([target, *others.values(), *border], logits)
-        self.decoder.supports_masking = True  # it hands masks to its layers
         self.other_names = list(others)
+        border = list(border.values())
+        self.encoder = _Part(source_nodes, list(sources.values()), border)
+        self.decoder = _Part(
+            target_nodes, [target, *others.values(), *border], [logits]
+        )
 
     # Arguments
 
@@ -757,8 +761,7 @@ class _Plan:
                 source = [source[name] for name in self.source_names]
             else:
                 source = [source]
-            encoded = self.encoder(source, training=False)
-            encoded = encoded if isinstance(encoded, (list, tuple)) else [encoded]
+            encoded = self.encoder(source)
         self.memory_structure = encoded
         tensors = keras.tree.flatten(encoded)
         found = [masks.implicit(x) for x in tensors]
@@ -793,8 +796,8 @@ class _Plan:
             carried.append(x)
         if self.kind == "split":
             others = _other_inputs(self.other_names, tokens, scope)
-            outputs = self.decoder([tokens, *others.values(), *carried], training=False)
-            return _check_logits(outputs, tokens, self)
+            (logits,) = self.decoder([tokens, *others.values(), *carried])
+            return _check_logits(logits, tokens, self)
         encoded = keras.tree.pack_sequence_as(self.memory_structure, carried)
         outputs = self.model.decode(tokens, encoded)
         return _check_logits(_pick_output(outputs, self.output), tokens, self)
@@ -839,7 +842,8 @@ class _Plan:
 
     def _refuse(self, layer, what):
         raise ValueError(
-            f"'{getattr(layer, 'path', layer.name)}' ({type(layer).__name__}) {what}, "
+            f"'{getattr(layer, 'path', None) or layer.name}' "
+            f"({type(layer).__name__}) {what}, "
             "and knows nothing of the tokens before a step, so that text "
             "generated token by token would differ from what the model says. Use "
             "causal layers of keras_tx for what looks across positions, and "
@@ -943,6 +947,46 @@ class _Plan:
                 if np.abs(joined - full).max() > 1e-2 * spread:
                     return layer
         return self.model
+
+
+class _Part:
+    """Some nodes of a functional model's graph, as a function.
+
+    `keras.Model` of tensors in the middle of a graph would rewire the model
+    that they belong to, which could then not be saved.
+
+    Args:
+        nodes: The nodes, in the order of the graph.
+        inputs: Symbolic tensors that are given.
+        outputs: Symbolic tensors that are wanted.
+    """
+
+    def __init__(self, nodes, inputs, outputs):
+        self.inputs = inputs
+        self.outputs = outputs
+        needed = {id(x) for x in outputs}
+        self.nodes = []
+        for node in reversed(nodes):
+            if any(id(x) in needed for x in node.outputs):
+                needed.update(id(x) for x in node.input_tensors)
+                self.nodes.insert(0, node)
+
+    def __call__(self, values):
+        known = {id(x): value for x, value in zip(self.inputs, values, strict=True)}
+        for node in self.nodes:
+            args, kwargs = node.arguments.fill_in(known)
+            results = keras.tree.flatten(node.operation(*args, **kwargs))
+            known.update((id(x), y) for x, y in zip(node.outputs, results, strict=True))
+        return [known[id(x)] for x in self.outputs]
+
+    def layers(self):
+        """Returns the layers of these nodes and theirs, each once."""
+        found = {}
+        for node in self.nodes:
+            if isinstance(node.operation, keras.layers.Layer):
+                for layer in node.operation._flatten_layers():
+                    found[id(layer)] = layer
+        return list(found.values())
 
 
 # ----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_tx import checks
+from keras_tx import checks, masks
 from keras_tx.attention import MultiHead, ScaledAttention
 from keras_tx.blocks import TransformerBlock
 from keras_tx.embeddings import LearnedSegment, TokenEmbedding
@@ -18,7 +18,7 @@ from keras_tx.positions import (
     RotaryPosition,
     SinusoidalPosition,
 )
-from keras_tx.serialization import child_config, replicate
+from keras_tx.serialization import child_config, register, replicate
 
 POSITIONS = ("rotary", "sinusoidal", "learned", "relative", "alibi")
 
@@ -386,10 +386,7 @@ def encoder(
 
     if output == "features" and pooler is None:
         return keras.Model(inputs, x, name=name)
-    if pooling == "mean":
-        pooled = keras.layers.GlobalAveragePooling1D(name="pooling", dtype=dtype)(x)
-    else:
-        pooled = x[:, 0]  # (B, T, D) -> (B, D)
+    pooled = Pooling(pooling, name="pooling", dtype=dtype)(x)
     if pooler is not None:
         pooled = _dense(dim, init_stddev, "pooler", dtype, pooler)(pooled)
     if output == "features":
@@ -695,6 +692,45 @@ def _normal(stddev):
     return keras.initializers.RandomNormal(
         stddev=checks.positive_number("init_stddev", stddev)
     )
+
+
+@register
+class Pooling(keras.layers.Layer):
+    """Turns the features of a text into one vector: their mean, or the first.
+
+    Padding, whatever stands in it, counts in no mean, and a text of nothing but
+    padding has a mean of 0.
+
+    Args:
+        kind: `"mean"` or `"first"`.
+    """
+
+    def __init__(self, kind, **kwargs):
+        super().__init__(**kwargs)
+        self.kind = checks.choice("kind", kind, ("mean", "first"))
+        self.supports_masking = True
+
+    def call(self, x):
+        if self.kind == "first":
+            return x[:, 0]  # (B, T, D) -> (B, D)
+        # In float32: float16 cannot count beyond 2,048.
+        wide = x if x.dtype == "float64" else ops.cast(x, "float32")
+        mask = masks.implicit(x)
+        if mask is None:
+            return ops.cast(ops.mean(wide, axis=1), self.compute_dtype)
+        mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
+        total = ops.sum(ops.where(mask, wide, 0.0), axis=1)
+        count = ops.sum(ops.cast(mask, wide.dtype), axis=1)
+        return ops.cast(total / ops.maximum(count, 1.0), self.compute_dtype)
+
+    def compute_mask(self, x, previous_mask=None):
+        return None
+
+    def compute_output_shape(self, x_shape):
+        return (x_shape[0], x_shape[2])
+
+    def get_config(self):
+        return {**super().get_config(), "kind": self.kind}
 
 
 def _packing_inputs(packed):

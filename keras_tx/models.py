@@ -714,7 +714,7 @@ class Pooling(keras.layers.Layer):
         if self.kind == "first":
             return x[:, 0]  # (B, T, D) -> (B, D)
         # In float32: float16 cannot count beyond 2,048.
-        wide = x if x.dtype == "float64" else ops.cast(x, "float32")
+        wide = x if self.compute_dtype == "float64" else ops.cast(x, "float32")
         mask = masks.implicit(x)
         if mask is None:
             return ops.cast(ops.mean(wide, axis=1), self.compute_dtype)

@@ -692,7 +692,13 @@ class MultiHead(keras.layers.Layer):
             key = None
         if value is query and key is None:
             value = None
-        return super().__call__(query, value, key, *args, **kwargs)
+        if args:
+            return super().__call__(query, value, key, *args, **kwargs)
+        # By name and only if given, for the sake of a subclass whose `call` is
+        # `call(self, query, **kwargs)`.
+        given = {"value": value, "key": key}
+        given = {name: x for name, x in given.items() if x is not None}
+        return super().__call__(query, **given, **kwargs)
 
     def call(
         self,

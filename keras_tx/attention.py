@@ -694,8 +694,7 @@ class MultiHead(keras.layers.Layer):
             value = None
         if args:
             return super().__call__(query, value, key, *args, **kwargs)
-        # By name and only if given, for the sake of a subclass whose `call` is
-        # `call(self, query, **kwargs)`.
+        # By name and only if given: a subclass may have left them out of `call`.
         given = {"value": value, "key": key}
         given = {name: x for name, x in given.items() if x is not None}
         return super().__call__(query, **given, **kwargs)

@@ -136,6 +136,8 @@ class TransformerBlock(keras.layers.Layer):
                 "`feed_forward` must be a layer or a hidden size. Received: None."
             )
         self.feed_forward = adopt(self, "feed_forward", feed_forward)
+        # The block hands the mask on; Keras would warn that it is lost.
+        self.feed_forward.supports_masking = True
         self._num_features = None  # of `x`, once built
         self.supports_masking = True
 

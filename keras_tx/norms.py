@@ -89,4 +89,7 @@ class NormTemplate:
         config = {**norm.get_config(), "name": name}
         if dtype is not None:
             config["dtype"] = dtype
-        return kind.from_config(config)
+        norm = kind.from_config(config)
+        # Who calls it hands the mask on; Keras would warn that it is lost.
+        norm.supports_masking = True
+        return norm

@@ -75,16 +75,29 @@ def share_dtype(child, policy):
 
 
 def child_config(child):
-    """Returns the config of a child layer, without its `build_config`.
+    """Returns the config of a child layer, without what it was built with.
 
-    Keras builds a child that carries one outside its parent on loading, and
-    the paths of its variables then lose the parent's name. It is removed in
-    place because Keras may add a tag to this very dict later.
+    Keras builds a child that carries a `build_config` outside its parent on
+    loading, and the paths of its variables then lose the parent's name. The same
+    goes for what the child holds, and for the shape that `Sequential` notes. All
+    is removed in place because Keras may add a tag to this very dict later.
     """
     config = keras.saving.serialize_keras_object(child)
-    if isinstance(config, dict):
-        config.pop("build_config", None)
+    _forget_building(config)
     return config
+
+
+def _forget_building(config):
+    if isinstance(config, (list, tuple)):
+        for item in config:
+            _forget_building(item)
+    elif isinstance(config, dict):
+        if "class_name" in config:
+            config.pop("build_config", None)
+        if config.get("class_name") == "Sequential":
+            config["config"].pop("build_input_shape", None)
+        for item in config.values():
+            _forget_building(item)
 
 
 def serialize_children(layer, *slots):

@@ -56,7 +56,8 @@ def adopt(parent, slot, child):
             f"`{slot}` of `{type(parent).__name__}` received the layer "
             f"'{child.name}' that is built already, so that the paths of its "
             "weights lack the parent's name. Pass a fresh layer, for example "
-            "`type(layer).from_config(layer.get_config())`."
+            "`type(layer).from_config(layer.get_config())`; a `Sequential` "
+            "without an `Input`."
         )
     child._slot_owner = f"`{slot}` of a `{type(parent).__name__}`"
     child.name = slot
@@ -79,7 +80,7 @@ def child_config(child):
 
     Keras builds a child that carries a `build_config` outside its parent on
     loading, and the paths of its variables then lose the parent's name. The same
-    goes for what the child holds, and for the shape that `Sequential` notes. All
+    goes for what the child holds, and for the input that `Sequential` notes. All
     is removed in place because Keras may add a tag to this very dict later.
     """
     config = keras.saving.serialize_keras_object(child)
@@ -95,7 +96,13 @@ def _forget_building(config):
         if "class_name" in config:
             config.pop("build_config", None)
         if config.get("class_name") == "Sequential":
-            config["config"].pop("build_input_shape", None)
+            inner = config["config"]
+            inner.pop("build_input_shape", None)
+            inner["layers"] = [
+                layer
+                for layer in inner["layers"]
+                if layer["class_name"] != "InputLayer"
+            ]
         for item in config.values():
             _forget_building(item)
 

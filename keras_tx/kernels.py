@@ -14,6 +14,11 @@ from keras import ops
 # is masked throughout stays finite, and so does its gradient.
 MASKED_SCORE = -1e30
 
+# A step of generation reads what a cache holds in blocks of so many slots, if
+# it has few rows; see `held`.
+HELD_BLOCK = 64
+FEW_ROWS = 4
+
 
 def einsum_float32(equation, *operands):
     """`einsum` that accumulates in at least float32 and returns that dtype.
@@ -288,16 +293,69 @@ def held(
         weights = ops.where(allowed, softmax(raw), 0.0)
         return mix_of(weights, value), weights
 
-    filled = held.filled
-    if isinstance(filled, int) and filled < slots and not return_weights:
-        part = None if bias is None or bias.shape[-1] == 1 else bias[..., :filled]
-        part = bias if part is None else part
-        mixed, _ = at_once(
-            key[:, :, :filled], value[:, :, :filled], allowed[..., :filled], part
+    def of_slots(start, size):
+        """Keys, values, masks and biases of some slots."""
+
+        def cut(x, axis):
+            if isinstance(start, int):
+                index = (slice(None),) * axis + (slice(start, start + size),)
+                return x[index]
+            starts = [0] * len(x.shape)
+            starts[axis] = start
+            sizes = list(x.shape)
+            sizes[axis] = size
+            return ops.slice(x, starts, sizes)
+
+        of_bias = bias if bias is None or bias.shape[-1] == 1 else cut(bias, 4)
+        return cut(key, 2), cut(value, 2), cut(allowed, 4), of_bias
+
+    def in_blocks(filled):
+        """Softmax block by block, with a running maximum and sum."""
+
+        def body(index, peak, total, mixed):
+            key, value, allowed, bias = of_slots(index * HELD_BLOCK, HELD_BLOCK)
+            raw, allowed = scores_of(key, allowed, bias)
+            top = ops.maximum(peak, ops.max(raw, axis=-1, keepdims=True))
+            weights = ops.where(allowed, ops.exp(raw - top), 0.0)
+            fade = ops.exp(peak - top)
+            total = total * fade + ops.sum(weights, axis=-1, keepdims=True)
+            added = ops.reshape(mix_of(weights, value), ops.shape(mixed))
+            return index + 1, top, total, mixed * fade + added
+
+        rows = (batch, num_kv_heads, groups, length)
+        wide = raw_dtype
+        start = (
+            ops.zeros((), dtype="int32"),
+            ops.full((*rows, 1), MASKED_SCORE, dtype=wide),
+            ops.zeros((*rows, 1), dtype=wide),
+            ops.zeros((*rows, value.shape[-1]), dtype=wide),
         )
+        _, _, total, mixed = ops.while_loop(
+            lambda index, *_: index * HELD_BLOCK < filled, body, start
+        )
+        # A query that sees nothing has the sum 0 and the mix 0.
+        return mixed / ops.where(total > 0, total, 1.0)
+
+    filled = held.filled
+    raw_dtype = "float64" if _name(query.dtype) == "float64" else "float32"
+    if not return_weights and isinstance(filled, int):
+        mixed, _ = at_once(*of_slots(0, min(filled, slots)))
         return restore(mixed), None
+    static = all(isinstance(x, int) for x in (batch, length, slots))
+    if not return_weights and static and slots > 2 * HELD_BLOCK:
+        if batch <= FEW_ROWS and slots % HELD_BLOCK == 0:
+            return restore(in_blocks(filled)), None
+        # Many rows fill the cores by themselves; a loop would only add to it.
+        sizes = [slots // 4, slots // 2, slots]
+        branches = [lambda size=size: at_once(*of_slots(0, size))[0] for size in sizes]
+        index = sum(ops.cast(filled > size, "int32") for size in sizes[:-1])
+        return restore(ops.switch(index, branches)), None
     mixed, weights = at_once(key, value, allowed, bias)
     if not return_weights:
         return restore(mixed), None
     weights = ops.reshape(weights, (batch, num_heads, length, slots))
     return restore(mixed), weights
+
+
+def _name(dtype):
+    return keras.backend.standardize_dtype(dtype)

@@ -1,0 +1,196 @@
+"""How fast text comes, against the generators that there are, in one table.
+
+    python benchmarks/generation.py                  # all that is installed
+    python benchmarks/generation.py --quick          # the small model only
+    KERAS_BACKEND=jax python benchmarks/generation.py
+
+Each contestant runs in a process of its own, one after another, on weights of
+the same shapes: greedy, prompt 16, to the full length, no stop token. "first" is
+the first call, compilation included; "next" is the best of the calls behind it.
+Ratios above 1 mean that keras_tx is faster. `bound` is the share of the least
+possible time: reading each weight once per step at the bandwidth of a
+matrix-vector product, measured here. The two models agree in their sizes, not
+in their values: speed does not depend on them.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+PROMPT = 16
+CASES = {
+    # name: layers, dim, heads, vocabulary, length, batch, calls behind the first
+    "small, batch 1": (4, 256, 4, 1024, 512, 1, 3),
+    "small, batch 16": (4, 256, 4, 1024, 512, 16, 3),
+    "GPT-2, batch 1": (12, 768, 12, 50257, 256, 1, 2),
+}
+
+
+def prompts(batch, vocab_size):
+    import numpy as np
+
+    return np.random.default_rng(0).integers(1, vocab_size, (batch, PROMPT), "int32")
+
+
+def ours(layers, dim, heads, vocab_size, length, batch):
+    """GPT-2's shape in keras_tx."""
+    import keras_tx as tx
+
+    model = tx.decoder(
+        vocab_size,
+        dim,
+        layers,
+        heads,
+        gated=False,
+        activation="gelu",
+        use_bias=True,
+        norm="layer",
+        position="learned",
+        max_length=length,
+    )
+    tokens = prompts(batch, vocab_size)
+    return lambda: tx.generate(model, tokens, length - PROMPT)
+
+
+def keras_hub(layers, dim, heads, vocab_size, length, batch):
+    """GPT-2 in KerasHub, compiled."""
+    import keras_hub
+    import numpy as np
+
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=vocab_size,
+        num_layers=layers,
+        num_heads=heads,
+        hidden_dim=dim,
+        intermediate_dim=4 * dim,
+        max_sequence_length=length,
+        dropout=0.0,
+    )
+    model = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+    model.compile(sampler="greedy", jit_compile=True)
+    tokens = np.zeros((batch, length), "int32")
+    tokens[:, :PROMPT] = prompts(batch, vocab_size)
+    inputs = {
+        "token_ids": tokens,
+        "padding_mask": (np.arange(length) < PROMPT)[None].repeat(batch, 0),
+    }
+    return lambda: model.generate(inputs, stop_token_ids=None)
+
+
+def hugging_face(layers, dim, heads, vocab_size, length, batch):
+    """GPT-2 in transformers, on torch."""
+    import torch
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=length,
+        n_embd=dim,
+        n_layer=layers,
+        n_head=heads,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.tensor(prompts(batch, vocab_size), dtype=torch.int64)
+
+    def run():
+        with torch.no_grad():
+            return model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=length - PROMPT,
+                min_new_tokens=length - PROMPT,
+                do_sample=False,
+                pad_token_id=0,
+            )
+
+    return run
+
+
+def bandwidth(layers, dim, heads, vocab_size, length, batch):
+    """Seconds to read all weights once per step, as matrix-vector products."""
+    import numpy as np
+
+    rows = 12 * layers * dim + vocab_size
+    matrix = np.ones((rows, dim), "float32")
+    vector = np.ones(dim, "float32")
+    best = float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        matrix @ vector
+        best = min(best, time.perf_counter() - start)
+    return best * (length - PROMPT)
+
+
+CONTESTANTS = {"keras_tx": ours, "KerasHub": keras_hub, "Hugging Face": hugging_face}
+
+
+def measure(contestant, case):
+    """Runs in a process of its own; prints seconds of the first and best call."""
+    *sizes, calls = CASES[case]
+    if contestant == "bound":
+        print(json.dumps({"next": bandwidth(*sizes)}))
+        return
+    run = CONTESTANTS[contestant](*sizes)
+    start = time.perf_counter()
+    run()
+    first = time.perf_counter() - start
+    best = float("inf")
+    for _ in range(calls):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    print(json.dumps({"first": first, "next": best}))
+
+
+def in_its_own_process(contestant, case):
+    command = [sys.executable, __file__, "--measure", contestant, "--case", case]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        print(f"  {contestant}: not measured: {done.stderr.strip()[-300:]}")
+        return None
+    return json.loads(lines[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the small model only")
+    parser.add_argument("--case", choices=CASES, help="one case only")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        measure(options.measure, options.case)
+        return
+    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    print(f"backend {backend}, {os.cpu_count()} CPU cores, greedy, prompt {PROMPT}")
+    print(f"{'':18}{'':14}{'first s':>9}{'next s':>9}{'tokens/s':>10}{'ratio':>8}")
+    for case, (*_, length, batch, _calls) in CASES.items():
+        if (options.quick and "GPT-2" in case) or (options.case or case) != case:
+            continue
+        found = {name: in_its_own_process(name, case) for name in CONTESTANTS}
+        own = found["keras_tx"]
+        for name, times in found.items():
+            if times is None:
+                continue
+            speed = batch * (length - PROMPT) / times["next"]
+            ratio = times["next"] / own["next"] if own else float("nan")
+            print(
+                f"{case:18}{name:14}{times['first']:9.2f}{times['next']:9.3f}"
+                f"{speed:10.0f}{ratio:8.2f}",
+                flush=True,
+            )
+        bound = in_its_own_process("bound", case)
+        if own and bound and batch == 1:
+            print(
+                f"{case:18}{'bound':14}{'':9}{bound['next']:9.3f}"
+                f"{'':10}{bound['next'] / own['next']:8.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

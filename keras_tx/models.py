@@ -3,6 +3,7 @@
 import math
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_tx import checks, masks
@@ -10,7 +11,7 @@ from keras_tx.attention import MultiHead, ScaledAttention
 from keras_tx.blocks import TransformerBlock
 from keras_tx.embeddings import LearnedSegment, TokenEmbedding
 from keras_tx.feed_forward import FeedForward, get_activation
-from keras_tx.norms import NormTemplate
+from keras_tx.norms import NormTemplate, RMSNorm
 from keras_tx.positions import (
     AlibiPosition,
     LearnedPosition,
@@ -188,7 +189,9 @@ def decoder(
     )
     x = _final_norm(x, final_norm, last, "final_norm", dtype)
     logits = embedding(x, reverse=True)
-    return keras.Model(_inputs(tokens=tokens, **extra), logits, name=name)
+    model = keras.Model(_inputs(tokens=tokens, **extra), logits, name=name)
+    _refuse_leaks(model, "tokens", vocab_size, pad_id, max_length)
+    return model
 
 
 def encoder(
@@ -597,7 +600,7 @@ def encoder_decoder(
     )
     x = embed(target_embedding, target, place, "decoder_")
     if not mask_target:
-        x = ops.copy(x)  # an operation is no layer, so no mask passes it
+        x = Unmask(name="decoder_unmask", dtype=dtype)(x)
     x, last = _stack(
         x,
         num_layers,
@@ -611,7 +614,9 @@ def encoder_decoder(
     if output_scale is not None:
         x = keras.layers.Rescaling(output_scale, name="output_scale", dtype=dtype)(x)
     logits = target_embedding(x, reverse=True)
-    return keras.Model({"source": source, "target": target}, logits, name=name)
+    model = keras.Model({"source": source, "target": target}, logits, name=name)
+    _refuse_leaks(model, "target", target_vocab_size, pad_id, max_length)
+    return model
 
 
 # ----------------------------------------------------------------------------
@@ -692,6 +697,103 @@ def _normal(stddev):
     return keras.initializers.RandomNormal(
         stddev=checks.positive_number("init_stddev", stddev)
     )
+
+
+# Layers of which is known that no token of theirs sees a later one in a decoder.
+WITHOUT_LEAKS = (
+    AlibiPosition,
+    FeedForward,
+    LearnedPosition,
+    MultiHead,
+    RelativePosition,
+    RotaryPosition,
+    ScaledAttention,
+    SinusoidalPosition,
+    TokenEmbedding,
+    TransformerBlock,
+    keras.layers.Activation,
+    keras.layers.Dense,
+    keras.layers.Dropout,
+    keras.layers.InputLayer,
+    keras.layers.Rescaling,
+    keras.Sequential,
+)
+PROJECTIONS = ("btd,dnh->btnh", "btnh,nhd->btd")  # those of `MultiHead`
+
+
+def _refuse_leaks(model, name, vocab_size, pad_id, max_length):
+    """Tries out a decoder that holds layers of the user's own.
+
+    Blocks are told to be causal; what else mixes tokens, a convolution as
+    `feed_forward` or a norm over time, cannot be told. So the last token is
+    changed, and nothing before it may change.
+    """
+    unknown = sorted(
+        {
+            f"{layer.name} ({type(layer).__name__})"
+            for layer in model._flatten_layers(include_self=False)
+            if not _works_within_tokens(layer)
+        }
+    )
+    ids = [token for token in range(min(3, vocab_size)) if token != pad_id]
+    if not unknown or len(ids) < 2:
+        return
+    length = min(8, max_length or 8)
+    tokens = np.full((2, length), ids[0], "int32")
+    tokens[1, -1] = ids[1]
+    row = {
+        "source": np.full((1, length), ids[0], "int32"),
+        "positions": np.arange(length, dtype="int32")[None],
+        "segment_ids": np.zeros((1, length), "int32"),
+    }
+    before, after = (
+        checks.known_value(
+            model(
+                {x.name: row.get(x.name, tokens[i : i + 1]) for x in model.inputs}
+                if len(model.inputs) > 1
+                else tokens[i : i + 1]
+            )
+        )
+        for i in range(2)
+    )
+    if before is None or after is None:  # built while something traces it
+        return
+    if not np.array_equal(before[:, :-1], after[:, :-1]):
+        raise ValueError(
+            "The future leaks: a change of the last of "
+            f"{length} `{name}` changed the logits before it. What mixes tokens "
+            f"is among these layers: {', '.join(unknown)}. A decoder needs "
+            'layers that work within each token, or look back only (`padding="'
+            'causal"` in a convolution, `axis=-1` in a norm).'
+        )
+
+
+def _works_within_tokens(layer):
+    """Whether a layer is known not to mix tokens, or to obey when causal."""
+    if type(layer) in (*WITHOUT_LEAKS, Unmask):
+        return True
+    if type(layer) is keras.layers.EinsumDense:
+        return layer.equation in PROJECTIONS
+    norms = (keras.layers.LayerNormalization, keras.layers.RMSNormalization, RMSNorm)
+    return type(layer) in norms and layer.axis in (-1, [-1], (-1,))
+
+
+@register
+class Unmask(keras.layers.Layer):
+    """Takes the mask off features, so that padding counts as a token."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True  # or Keras warns of a lost mask
+
+    def call(self, x):
+        return ops.copy(x)  # the mask hangs on the tensor itself
+
+    def compute_mask(self, x, previous_mask=None):
+        return None
+
+    def compute_output_shape(self, x_shape):
+        return tuple(x_shape)
 
 
 @register

@@ -1,13 +1,23 @@
-"""Trains a character language model, saves it, loads it again and lets it write.
+"""Trains a small language model on the characters of one text, and lets it write.
 
-The text is the language reference that ships with CPython, or any UTF-8 file:
+    python examples/train_char_lm.py                      # the default model
+    python examples/train_char_lm.py --preset nanogpt     # nanoGPT's CPU preset
+    python examples/train_char_lm.py --text novel.txt --steps 5000 --dim 256
+    KERAS_BACKEND=jax python examples/train_char_lm.py    # or torch, same command
 
-    python examples/train_char_lm.py
-    python examples/train_char_lm.py --text my_book.txt --steps 5000
+One story, top to bottom: read a text, hold out its last tenth, train a decoder to
+predict each next character, measure it on what was held out, draw the loss, save,
+load again, and write.
 
-Everything lands in one folder: the model, its characters, the loss curve. Needs
-keras_tx with its extra `examples`, and any Keras backend; a GPU is used if the
-backend sees one.
+How the loss is measured. Every character of the held-out tenth is predicted once,
+and the mean of -log p over all of them is the cross-entropy; nothing is sampled,
+so that the same model always gets the same number. The held-out part is cut into
+windows one behind the other. The first character of a window is predicted from
+one character of context, the last from a whole window. Where the tenth doesn't
+divide into windows, the last one ends with the text and only characters that are
+not counted yet count. A second number, "with context", moves by half a window at
+a time and counts the second halves, so that every character is predicted from at
+least half a window.
 """
 
 import argparse
@@ -20,387 +30,494 @@ import platform
 import sys
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors only
 
 import keras
 import numpy as np
 
 import keras_tx as tx
 
-# The sizes of nanoGPT's preset for a CPU, to compare with, and ours, which has
-# no more parameters. Both see the same number of characters.
+# What a preset decides, and options may change. `model` are arguments of
+# `keras_tx.decoder`.
 PRESETS = {
     "default": {
-        "layers": 5,
-        "dim": 112,
+        "layers": 4,
         "heads": 4,
+        "dim": 128,
         "position": "rotary",
-        "learning_rate": 4e-3,
-        "final_rate": 1e-4,
-        "weight_decay": 0.1,
+        "learning_rate": 3e-3,
+        "model": {},
     },
+    # https://github.com/karpathy/nanoGPT, "I only have a macbook", with the
+    # biases of GPT-2 and its approximate GELU.
     "nanogpt": {
         "layers": 4,
-        "dim": 128,
         "heads": 4,
+        "dim": 128,
         "position": "learned",
         "learning_rate": 1e-3,
-        "final_rate": 1e-4,
-        "weight_decay": 0.1,
+        "model": {
+            "activation": "gelu_tanh",
+            "gated": False,
+            "use_bias": True,
+            "norm": "layer",
+        },
     },
 }
-NUM_REPORTS = 10  # how often a run is validated
-
-
-class Complaint(Exception):
-    """What is wrong with the input, in one line."""
 
 
 # ----------------------------------------------------------------------------
-# Text
+# The command line
+# ----------------------------------------------------------------------------
+
+
+def parse(arguments):
+    """Returns the options; those not given come from the preset."""
+    parser = argparse.ArgumentParser(
+        prog="train_char_lm.py",
+        description="Trains a small language model on the characters of one text, "
+        "measures it on the last tenth, saves it, and lets it write. The backend "
+        "is chosen by KERAS_BACKEND (tensorflow, jax or torch).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    positive = at_least(1)
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="default", help="model and its training")
+    add("--text", metavar="FILE", help="a UTF-8 file (default: Python's manual)")
+    add("--out", metavar="FOLDER", default="char_lm", help="where results go")
+    group = parser.add_argument_group("size (defaults are the preset's)")
+    add = group.add_argument
+    unset = argparse.SUPPRESS
+    add("--layers", type=positive, default=unset, help="number of blocks")
+    add("--heads", type=positive, default=unset, help="heads of each block")
+    add("--dim", type=positive, default=unset, help="features of a character")
+    add(
+        "--position",
+        choices=["rotary", "learned", "sinusoidal", "relative", "alibi", "none"],
+        default=unset,
+        help="how the model knows order",
+    )
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add("--window", type=at_least(2), default=64, help="characters seen at once")
+    add("--batch", type=positive, default=12, help="windows in a step")
+    add("--steps", type=positive, default=2000, help="updates of the weights")
+    add("--learning-rate", type=above_zero, default=unset, help="its peak")
+    add("--seed", type=at_least(0), default=0, help="of weights, windows and writing")
+    add(
+        "--precision",
+        choices=["float32", "mixed_bfloat16", "mixed_float16"],
+        default="float32",
+        help="dtype policy; the mixed ones pay on a GPU",
+    )
+    add(
+        "--validate-every",
+        type=positive,
+        default=100,
+        metavar="STEPS",
+        help="steps between validations",
+    )
+    add("--tensorboard", action="store_true", help="also log to FOLDER/logs")
+    group = parser.add_argument_group("writing")
+    add = group.add_argument
+    add(
+        "--write",
+        type=at_least(0),
+        default=300,
+        metavar="N",
+        help="characters to write",
+    )
+    add("--temperature", type=above_zero, default=0.8, help="below 1 is more careful")
+    given = vars(parser.parse_args(arguments))
+    preset = {k: v for k, v in PRESETS[given["preset"]].items() if k != "model"}
+    return argparse.Namespace(**{**preset, **given})
+
+
+def at_least(lowest):
+    """Returns a parser of integers from `lowest` on."""
+
+    def integer(text):
+        number = int(text)
+        if number < lowest:
+            raise argparse.ArgumentTypeError(f"{number} is below {lowest}")
+        return number
+
+    return integer
+
+
+def above_zero(text):
+    """Parses a number above zero."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def stop(problem):
+    """Ends the program with one line and a non-zero exit."""
+    sys.exit(f"train_char_lm.py: {problem}.")
+
+
+def need_enough(text, name, window):
+    """The held-out tenth must fill a window, and so must what is trained on."""
+    needed = 10 * (window + 1)
+    if not text:
+        stop(f"{name} is empty")
+    if len(text) < needed:
+        stop(
+            f"{name} has {len(text)} characters, too few for windows of {window}: "
+            f"a tenth is held out and must fill one, which takes {needed}. Use a "
+            "longer text or a smaller --window"
+        )
+
+
+def writable_folder(path):
+    """Makes the output folder, and finds out now whether it takes files."""
+    out = pathlib.Path(path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".probe"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        stop(f"cannot write to --out {out}: {error.strerror}")
+    return out
+
+
+def need_matplotlib():
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        stop("the loss curve needs matplotlib: pip install 'keras-tx[plots]'")
+
+
+def tensorboard_callback(folder):
+    """The callback, or one line on what it lacks."""
+    try:
+        import tensorboard  # noqa: F401
+        import tensorflow  # noqa: F401
+    except ImportError as error:
+        stop(f"--tensorboard needs {error.name}: pip install tensorflow tensorboard")
+    return keras.callbacks.TensorBoard(folder)
+
+
+def title(options, model):
+    return (
+        f"{options.preset}, {model.count_params():,} parameters, seed {options.seed}, "
+        f"{keras.backend.backend()}"
+    )
+
+
+# ----------------------------------------------------------------------------
+# The text
 # ----------------------------------------------------------------------------
 
 
 def read_text(path):
-    """Returns the text of a file, or the language reference of CPython."""
+    """Returns a text and its name: a file, or the language reference of Python."""
     if path is None:
+        # Ships with CPython, in slightly different words with each version.
         from pydoc_data.topics import topics
 
-        return "\n".join(topics[name] for name in sorted(topics))
+        return "\n".join(topics[name] for name in sorted(topics)), "pydoc_data.topics"
     try:
-        text = pathlib.Path(path).read_bytes().decode("utf-8")
+        return pathlib.Path(path).read_bytes().decode("utf-8"), str(path)
     except OSError as error:
-        raise Complaint(f"cannot read {path}: {error.strerror}") from None
+        stop(f"cannot read --text {path}: {error.strerror}")
     except UnicodeDecodeError as error:
-        raise Complaint(
-            f"{path} is not UTF-8: byte {error.start} cannot be decoded"
-        ) from None
-    if not text:
-        raise Complaint(f"{path} is empty")
-    return text
-
-
-def encode(text, window):
-    """Returns the characters, and ids of the training and the held-out part."""
-    characters = sorted(set(text))
-    number = {character: index for index, character in enumerate(characters)}
-    ids = np.array([number[character] for character in text], "int32")
-    split = len(ids) - len(ids) // 10
-    train, held_out = ids[:split], ids[split:]
-    if len(held_out) < window + 1:
-        raise Complaint(
-            f"the text has {len(text)} characters; a tenth is held out and must "
-            f"fill a window of {window} and one more: give a longer text, or a "
-            "smaller --window"
+        stop(
+            f"--text {path} is not UTF-8: byte {error.start} is "
+            f"0x{error.object[error.start]:02x}. Convert it, for instance with iconv"
         )
-    return characters, train, held_out
 
 
-class RandomWindows(keras.utils.PyDataset):
-    """Batches of windows that start anywhere, other ones in every epoch."""
-
-    def __init__(self, ids, window, batch, steps, seed):
-        super().__init__()
-        self.ids, self.window, self.batch = ids, window, batch
-        self.steps, self.seed, self.epoch = steps, seed, 0
-
-    def __len__(self):
-        return self.steps
-
-    def __getitem__(self, index):
-        rng = np.random.default_rng((self.seed, self.epoch, index))
-        starts = rng.integers(0, len(self.ids) - self.window, self.batch)
-        return tx.next_token(self.ids[starts[:, None] + np.arange(self.window + 1)])
-
-    def on_epoch_end(self):
-        self.epoch += 1
+def windows(ids, starts, window):
+    """Returns inputs and targets, `(B, T)` each: targets are one character on."""
+    rows = ids[np.asarray(starts)[:, None] + np.arange(window + 1)]
+    return rows[:, :-1], rows[:, 1:]
 
 
-def whole_windows(ids, window):
-    """Returns windows side by side: each character but the first is a target once.
-
-    The last window is filled up with targets of weight 0.
-    """
-    rows = math.ceil((len(ids) - 1) / window)
-    padded = np.zeros(rows * window + 1, "int32")
-    padded[: len(ids)] = ids
-    inputs = padded[:-1].reshape(rows, window)
-    targets = padded[1:].reshape(rows, window)
-    counts = (np.arange(rows * window) < len(ids) - 1).reshape(rows, window)
-    return inputs, targets, counts
+def random_windows(ids, window, batch, seed):
+    """Yields batches of windows from anywhere in the text, without an end."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield windows(ids, rng.integers(len(ids) - window, size=batch), window)
 
 
 # ----------------------------------------------------------------------------
-# Model
+# The model
 # ----------------------------------------------------------------------------
 
 
-def build(args, vocab_size):
-    """The model of a preset, with the sizes of the command line."""
-    nanogpt = args.preset == "nanogpt"
+def build(options, vocab_size):
+    """Returns a decoder, not yet compiled."""
     return tx.decoder(
         vocab_size,
-        args.dim,
-        args.layers,
-        args.heads,
-        norm="layer" if nanogpt else "rms",
-        activation="gelu_tanh" if nanogpt else "silu",
-        gated=not nanogpt,
-        use_bias=nanogpt,
-        position=None if args.position == "none" else args.position,
-        max_length=args.window if args.position == "learned" else None,
-        dropout=args.dropout,
-        init_stddev=0.02 if nanogpt else 0.05,
+        options.dim,
+        options.layers,
+        options.heads,
+        position=None if options.position == "none" else options.position,
+        max_length=options.window if options.position == "learned" else None,
+        **PRESETS[options.preset]["model"],
     )
 
 
-def compile_model(model, args):
-    """AdamW with warm-up and cosine decay; decay of weights on matrices only."""
-    warmup = min(100, args.steps // 10)
+def compile_for_training(model, options):
+    """AdamW under warm-up, cosine decay and clipping, as in nanoGPT."""
+    warmup = max(1, min(100, options.steps // 10))
     schedule = keras.optimizers.schedules.CosineDecay(
-        0.0,
-        max(1, args.steps - warmup),
-        alpha=args.final_rate / args.learning_rate,
-        warmup_target=args.learning_rate,
+        initial_learning_rate=0.0,
+        warmup_target=options.learning_rate,
         warmup_steps=warmup,
+        decay_steps=max(1, options.steps - warmup),
+        alpha=0.1,
     )
     optimizer = keras.optimizers.AdamW(
-        schedule,
-        beta_2=0.99,
-        weight_decay=args.weight_decay,
-        global_clipnorm=1.0,
+        schedule, beta_2=0.99, weight_decay=0.1, global_clipnorm=1.0
     )
-    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta", "scale"])
+    # Decay pulls matrices and tables towards zero; a bias or the scale of a norm
+    # has no reason to go there.
+    optimizer.exclude_from_weight_decay(var_names=["bias", "beta", "gamma", "scale"])
     model.compile(
         optimizer,
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        # Several steps in one call of TensorFlow, with no Python between them.
-        steps_per_execution=10,
+        # Keras turns XLA off for TensorFlow on a machine without a GPU, where it
+        # makes this step more than twice as fast. On torch it would mean
+        # `torch.compile`, which needs a C++ compiler.
+        jit_compile=keras.backend.backend() != "torch",
     )
 
 
-def cross_entropy(model, ids, window):
-    """Returns nats per character over all of `ids`, each predicted once."""
-    inputs, targets, counts = whole_windows(ids, window)
+class StepTimer(keras.callbacks.Callback):
+    """Notes how long each step took, compilation and validation left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = []
+        self.last = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.last = None
+
+    def on_train_batch_end(self, batch, logs=None):
+        now = time.perf_counter()
+        if self.last is not None:
+            self.seconds.append(now - self.last)
+        self.last = now
+
+    def median(self):
+        return float(np.median(self.seconds)) if self.seconds else math.nan
+
+
+# ----------------------------------------------------------------------------
+# What it learnt
+# ----------------------------------------------------------------------------
+
+
+def cross_entropy(model, ids, first, window, stride, batch=64):
+    """Returns the mean of -log p over `ids[first:]`, in nats per character.
+
+    A window moves by `stride` characters at a time and counts the last `stride`
+    of its predictions, so that every character is counted once and has at least
+    `window - stride + 1` characters of context.
+    """
+    counted = np.arange(first, len(ids), stride)
+    ends = np.minimum(counted + stride, len(ids))
     total = 0.0
-    for start in range(0, len(inputs), 64):
-        part = slice(start, start + 64)
-        logits = model.predict_on_batch(inputs[part]).astype("float64")
-        logits -= logits.max(-1, keepdims=True)
-        log_likelihood = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        chosen = np.take_along_axis(log_likelihood, targets[part][..., None], -1)
-        total -= (chosen[..., 0] * counts[part]).sum()
-    return total / counts.sum()
+    for at in range(0, len(ends), batch):
+        ending = ends[at : at + batch]
+        fresh = ending - counted[at : at + batch]
+        # Rows are repeated to fill the last batch: another shape would be
+        # compiled anew.
+        filled = np.resize(ending, batch)
+        inputs, targets = windows(ids, filled - window - 1, window)
+        logits = np.asarray(model.predict_on_batch(inputs), "float64")
+        logits -= logits.max(axis=-1, keepdims=True)
+        picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        loss = np.log(np.exp(logits).sum(axis=-1)) - picked  # (B, T)
+        for row, count in zip(loss, fresh, strict=False):
+            total += row[window - count :].sum()
+    return total / (len(ids) - first)
 
 
-def write(model, characters, start, length, window, temperature, seed):
-    """Returns `length` characters drawn one by one after `start`."""
+def write(model, prompt, count, window, temperature, seed):
+    """Returns `count` sampled ids behind those of `prompt`.
+
+    One full forward pass over the last window for each character, always of one
+    shape, so that it is compiled once.
+    """
     rng = np.random.default_rng(seed)
-    ids = [characters.index(character) for character in start]
-    for _ in range(length):
-        recent = ids[-window:]
-        # Always one window, so that one program serves every step: what stands
-        # behind the last character cannot be seen by it.
+    ids = list(prompt)
+    for _ in range(count):
+        known = ids[-window:]
+        # What stands behind the known characters doesn't matter: no character
+        # sees a later one.
         row = np.zeros((1, window), "int32")
-        row[0, : len(recent)] = recent
-        logits = model.predict_on_batch(row)[0, len(recent) - 1] / temperature
-        chances = np.exp(logits.astype("float64") - logits.max())
+        row[0, : len(known)] = known
+        logits = np.asarray(model.predict_on_batch(row), "float64")
+        logits = logits[0, len(known) - 1] / temperature
+        chances = np.exp(logits - logits.max())
         ids.append(int(rng.choice(len(chances), p=chances / chances.sum())))
-    return "".join(characters[index] for index in ids)
+    return ids[len(prompt) :]
 
 
-# ----------------------------------------------------------------------------
-# Story
-# ----------------------------------------------------------------------------
+def draw(history, steps_per_epoch, final, path, title):
+    """Draws training and validation loss over steps."""
+    from matplotlib.figure import Figure
 
-
-def draw_losses(history, steps, path, title):
-    """Draws training and validation loss against steps."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise Complaint(
-            'the loss curve needs matplotlib: pip install "keras-tx[examples]"'
-        ) from None
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    at = np.linspace(0, steps, len(history["loss"]) + 1)[1:]
-    axes.plot(at, history["loss"], label="training", color="#4878a8")
-    axes.plot(at, history["val_loss"], label="held out", color="#d1605e", marker="o")
-    best = int(np.argmin(history["val_loss"]))
+    steps = steps_per_epoch * np.arange(1, len(history["loss"]) + 1)
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, history["loss"], label="training, mean since the last point")
+    axes.plot(steps, history["val_loss"], label="held out", marker="o", markersize=3)
+    axes.axhline(final, color="grey", linewidth=0.8, linestyle=":")
     axes.annotate(
-        f"{history['val_loss'][best]:.3f}",
-        (at[best], history["val_loss"][best]),
+        f"{final:.3f}",
+        (1, final),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, -4),
         textcoords="offset points",
-        xytext=(0, 10),
-        ha="center",
+        horizontalalignment="right",
+        verticalalignment="top",
     )
-    axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy (nats per character)")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    axes.set_xlabel("steps")
+    axes.set_ylabel("cross-entropy, nats per character")
+    axes.set_title(title, fontsize="medium")
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
 
 
-def train(args):
-    """Runs the whole story; returns what was measured."""
-    text = read_text(args.text)
-    characters, train_ids, held_out = encode(text, args.window)
-    out = pathlib.Path(args.out)
+# ----------------------------------------------------------------------------
+# The story
+# ----------------------------------------------------------------------------
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    text, name = read_text(options.text)
+    need_enough(text, name, options.window)
+    out = writable_folder(options.out)
+    need_matplotlib()
+    callbacks = [] if not options.tensorboard else [tensorboard_callback(out / "logs")]
+
+    # The text, as numbers. The last tenth is not trained on.
+    characters = sorted(set(text))
+    number = {character: index for index, character in enumerate(characters)}
+    ids = np.array([number[character] for character in text], dtype="int32")
+    first = int(0.9 * len(ids))
+    sha = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    source = (
+        f"{name}, Python {platform.python_version()}, {len(text):,} characters "
+        f"({len(characters)} different), SHA-256 {sha}"
+    )
+    print(source)
+
+    # The model.
+    keras.utils.set_random_seed(options.seed)
+    keras.config.set_dtype_policy(options.precision)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "characters.json").write_text(json.dumps(characters))
-    except OSError as error:
-        raise Complaint(f"cannot write to {out}: {error.strerror}") from None
-    facts = {
+        model = build(options, len(characters))
+    except ValueError as error:
+        stop(str(error))
+    compile_for_training(model, options)
+    print(
+        f"{model.count_params():,} parameters in {options.layers} layers, keras "
+        f"{keras.__version__} on {keras.backend.backend()}, {options.precision}"
+    )
+
+    # Training. An epoch is what lies between two looks at the held-out part.
+    epochs = max(1, options.steps // options.validate_every)
+    steps_per_epoch = options.steps // epochs
+    # Of a long text an even selection, and in batches of one size, for another
+    # would be compiled anew; all of the held-out part is measured at the end.
+    starts = np.arange(first - 1, len(ids) - options.window, options.window)
+    starts = starts[:: math.ceil(len(starts) / 1000)]
+    batches = math.ceil(len(starts) / 64)
+    per_batch = len(starts) // batches
+    starts = starts[: batches * per_batch]
+    timer = StepTimer()
+    best = out / "best.weights.h5"
+    best.unlink(missing_ok=True)  # an earlier run's
+    history = model.fit(
+        random_windows(ids[:first], options.window, options.batch, options.seed),
+        steps_per_epoch=steps_per_epoch,
+        epochs=epochs,
+        validation_data=windows(ids, starts, options.window),
+        validation_batch_size=per_batch,
+        shuffle=False,  # the windows come in random order already
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(
+                best, save_best_only=True, save_weights_only=True
+            ),
+            timer,
+            *callbacks,
+        ],
+    ).history
+    if not best.exists():
+        stop("the loss is not a number any more; lower the --learning-rate")
+    model.load_weights(best)
+
+    # Saved, and back.
+    model.save(out / "model.keras")
+    (out / "characters.json").write_text(json.dumps(characters), encoding="utf-8")
+    loaded = keras.models.load_model(out / "model.keras")
+    characters = json.loads((out / "characters.json").read_text(encoding="utf-8"))
+    some, _ = windows(ids, starts[:per_batch], options.window)
+    difference = float(
+        np.max(np.abs(model.predict_on_batch(some) - loaded.predict_on_batch(some)))
+    )
+    print(f"largest difference of the reloaded model's logits: {difference}")
+
+    # What it learnt, on every held-out character.
+    measure = (loaded, ids, first, options.window)
+    loss = cross_entropy(*measure, stride=options.window, batch=per_batch)
+    with_context = cross_entropy(
+        *measure, stride=max(1, options.window // 2), batch=per_batch
+    )
+    print(
+        f"held-out loss {loss:.4f} nats, {loss / math.log(2):.4f} bits per "
+        f"character; with context {with_context:.4f} nats, "
+        f"{with_context / math.log(2):.4f} bits; {len(ids) - first:,} characters of "
+        f"{source}"
+    )
+    print(f"{1000 * timer.median():.1f} ms a step")
+    draw(history, steps_per_epoch, loss, out / "loss.png", title(options, model))
+
+    # And it writes, from the start of a line.
+    prompt = [number.get("\n", 0)]
+    new = write(
+        loaded, prompt, options.write, options.window, options.temperature, options.seed
+    )
+    sample = "".join(characters[index] for index in new)
+    print(f"\n{sample}\n")
+    (out / "sample.txt").write_text(sample, encoding="utf-8")
+
+    result = {
+        "preset": options.preset,
+        "seed": options.seed,
+        "loss": loss,
+        "bits_per_character": loss / math.log(2),
+        "loss_with_context": with_context,
+        "reload_difference": difference,
+        "milliseconds_per_step": 1000 * timer.median(),
+        "parameters": model.count_params(),
+        "held_out_characters": len(ids) - first,
+        "text": name,
+        "text_characters": len(text),
+        "text_sha256": sha,
         "python": platform.python_version(),
         "keras": keras.__version__,
+        "keras_tx": tx.__version__,
         "backend": keras.backend.backend(),
-        "characters": len(text),
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "preset": args.preset,
-        "seed": args.seed,
+        "options": vars(options),
+        "history": history,
     }
-    print(
-        f"Text: {facts['characters']:,} characters, {len(characters)} different, "
-        f"SHA-256 {facts['sha256'][:16]}…, Python {facts['python']}, "
-        f"keras {facts['keras']} on {facts['backend']}"
-    )
-
-    keras.utils.set_random_seed(args.seed)
-    if args.mixed:
-        keras.config.set_dtype_policy(f"mixed_{args.mixed}")
-    model = build(args, len(characters))
-    compile_model(model, args)
-    print(
-        f"Model: {args.layers} layers, {args.heads} heads, {args.dim} features, "
-        f"window {args.window}, {model.count_params():,} parameters"
-    )
-
-    epochs = min(NUM_REPORTS, args.steps)
-    steps_per_epoch = args.steps // epochs
-    inputs, targets, counts = whole_windows(held_out, args.window)
-    full = counts.all(axis=1)
-    best = out / "model.keras"
-    callbacks = [keras.callbacks.ModelCheckpoint(best, save_best_only=True)]
-    if args.tensorboard:
-        callbacks.append(keras.callbacks.TensorBoard(out / "logs"))
-    started = time.perf_counter()
-    history = model.fit(
-        RandomWindows(train_ids, args.window, args.batch, steps_per_epoch, args.seed),
-        epochs=epochs,
-        validation_data=(inputs[full], targets[full]),
-        validation_batch_size=64,
-        callbacks=callbacks,
-        verbose=args.verbose,
-    ).history
-    seconds = time.perf_counter() - started
-
-    model = keras.models.load_model(best)
-    loss = cross_entropy(model, held_out, args.window)
-    facts |= {
-        "parameters": model.count_params(),
-        "steps": epochs * steps_per_epoch,
-        "seconds": round(seconds, 1),
-        "loss": round(float(loss), 4),
-        "bits_per_character": round(float(loss) / math.log(2), 4),
-    }
-    (out / "result.json").write_text(json.dumps(facts, indent=2) + "\n")
-    draw_losses(
-        history,
-        facts["steps"],
-        out / "loss.png",
-        f"{facts['parameters']:,} parameters, {args.preset} preset, seed {args.seed}",
-    )
-    print(
-        f"\nHeld out: {loss:.4f} nats, {loss / math.log(2):.4f} bits per character, "
-        f"over all {len(held_out) - 1:,} characters, in windows side by side "
-        f"(Python {facts['python']}, {facts['characters']:,} characters, SHA-256 "
-        f"{facts['sha256'][:16]}…; {seconds:.0f} s)"
-    )
-
-    again = keras.models.load_model(best)
-    sample = inputs[:8]
-    gap = np.abs(model.predict_on_batch(sample) - again.predict_on_batch(sample)).max()
-    print(f"Saved and loaded again: the logits differ by {gap:.1f}")
-    if gap != 0:
-        raise Complaint("the reloaded model gives other logits")
-
-    start = "\n" if "\n" in characters else characters[0]
-    written = write(
-        again,
-        json.loads((out / "characters.json").read_text()),
-        start,
-        args.length,
-        args.window,
-        args.temperature,
-        args.seed,
-    )
-    print(f"\n{args.length} characters by the model:\n{written}\n")
-    print(f"In {out}: model.keras, characters.json, loss.png, result.json")
-    return facts
-
-
-def parse(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--text", help="UTF-8 file; without it the language reference of CPython")
-    add("--out", default="runs/char_lm", help="folder for model and pictures")
-    add("--preset", choices=PRESETS, default="default", help="sizes and rates")
-    add("--layers", type=int, help="number of blocks")
-    add("--heads", type=int, help="heads in each block")
-    add("--dim", type=int, help="features of a token")
-    add("--window", type=int, default=64, help="characters that the model sees")
-    add("--batch", type=int, default=12, help="windows in a step")
-    add("--steps", type=int, default=2000, help="steps of training")
-    add(
-        "--position",
-        choices=["rotary", "sinusoidal", "learned", "relative", "alibi", "none"],
-        help="how tokens know their order",
-    )
-    add("--learning-rate", type=float, help="highest learning rate")
-    add("--final-rate", type=float, help="learning rate at the end")
-    add("--weight-decay", type=float, help="decay of matrices")
-    add("--dropout", type=float, default=0.0, help="share dropped while training")
-    add("--mixed", choices=["float16", "bfloat16"], help="compute in half precision")
-    add("--seed", type=int, default=0, help="of weights, windows and writing")
-    add("--length", type=int, default=300, help="characters to write")
-    add("--temperature", type=float, default=0.8, help="how bold the writing is")
-    add("--tensorboard", action="store_true", help="log for TensorBoard")
-    add("--verbose", type=int, default=1, help="progress: 0 none, 1 bar, 2 lines")
-    args = parser.parse_args(argv)
-    for name, value in PRESETS[args.preset].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    for name in ("layers", "heads", "dim", "window", "batch", "steps", "length"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    for name in ("learning_rate", "final_rate", "temperature"):
-        if not getattr(args, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if args.dim % args.heads:
-        parser.error(f"--heads {args.heads} must divide --dim {args.dim}")
-    if not 0 <= args.dropout < 1:
-        parser.error("--dropout must lie in [0, 1)")
-    return args
-
-
-def main(argv=None):
-    """Returns the exit status."""
-    try:
-        train(parse(argv))
-    except Complaint as complaint:
-        print(f"train_char_lm: {complaint}", file=sys.stderr)
-        return 1
-    return 0
+    (out / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(f"model.keras, characters.json, loss.png, result.json in {out}")
+    return result
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -41,12 +41,13 @@ import keras_tx as tx
 # `keras_tx.decoder`.
 PRESETS = {
     "default": {
-        "layers": 4,
+        "layers": 5,
         "heads": 4,
-        "dim": 128,
+        "dim": 112,
         "position": "rotary",
-        "learning_rate": 3e-3,
-        "model": {},
+        "learning_rate": 4e-3,
+        # Narrow kernels want larger values than GPT-2's 0.02 to start with.
+        "model": {"init_stddev": 0.05},
     },
     # https://github.com/karpathy/nanoGPT, "I only have a macbook", with the
     # biases of GPT-2 and its approximate GELU.

@@ -42,3 +42,13 @@ def same_numbers_every_time():
     keras.config.set_dtype_policy("float32")
     yield
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(scope="session")
+def process():
+    """A process that loads what this one saves, started when first needed."""
+    from contract import FreshProcess
+
+    process = FreshProcess("user_layers")
+    yield process
+    process.stop()

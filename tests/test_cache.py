@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 import keras_tx as tx
-from keras_tx import cache
+from keras_tx import cache, kernels
 
 POSITIONS = {
     "rotary": lambda: "rotary",
@@ -346,3 +346,42 @@ def test_a_transform_around_the_layer_is_refused():
         return
     with pytest.raises(ValueError, match="transform of its own"), scope:
         inner(x)
+
+
+@pytest.mark.parametrize("batch", [2, 6])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_reading_the_filled_part_is_reading_all(batch, with_bias):
+    # Few rows read in blocks, many in parts; both against float64 in NumPy.
+    rng = np.random.default_rng(0)
+    heads, groups, slots, dim, length = 2, 2, 256, 8, 3
+    query = rng.normal(size=(batch, length, heads * groups, dim)).astype("float32")
+    key, value = rng.normal(size=(2, batch, heads, slots, dim)).astype("float32")
+    bias = rng.normal(size=(1, heads * groups, length, slots)).astype("float32")
+    split = query.reshape(batch, length, heads, groups, dim).astype("float64")
+    scores = np.einsum("btkgh,bksh->bkgts", split, key) * 0.3
+    scores = 5.0 * np.tanh(scores / 5.0)
+    if with_bias:
+        scores = scores + bias.reshape(1, heads, groups, length, slots)
+    for filled in (3, 64, 65, 200, 256):
+        allowed = np.broadcast_to(np.arange(slots) < filled, (batch, length, slots))
+        allowed = allowed.copy()
+        allowed[0, 0] = False  # a query that sees nothing
+        weights = np.where(allowed[:, None, None], np.exp(scores), 0.0)
+        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+        expected = np.einsum("bkgts,bksh->btkgh", weights, value)
+        for known in (filled, ops.convert_to_tensor(np.int32(filled))):
+            held = cache.Held(
+                *map(ops.convert_to_tensor, (key, value, allowed)), None, known
+            )
+            found, _ = kernels.held(
+                ops.convert_to_tensor(query),
+                held,
+                scale=0.3,
+                soft_cap=5.0,
+                bias=ops.convert_to_tensor(bias) if with_bias else None,
+            )
+            np.testing.assert_allclose(
+                ops.convert_to_numpy(found),
+                expected.reshape(query.shape),
+                atol=1e-5,
+            )

@@ -656,7 +656,7 @@ def test_fixed_lengths_classes_and_other_things_are_refused(seq2seq):
     with pytest.raises(ValueError, match="fixed length 8"):
         tx.generate(fixed, [5], 2)
     classes = tx.encoder(VOCAB, 8, 1, 2, output="classes", num_classes=3)
-    with pytest.raises(ValueError, match="GlobalAveragePooling1D"):
+    with pytest.raises(ValueError, match=r"must give logits|Pooling"):
         tx.generate(classes, [5], 2)
     with pytest.raises(ValueError, match=r"keras\.Model"):
         tx.generate(tx.TokenEmbedding(VOCAB, 8), [5], 2)

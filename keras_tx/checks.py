@@ -163,6 +163,9 @@ def is_integer_dtype(x):
 def integers(name, x, meaning):
     """Returns integers that can be looked up; refuses floats and booleans."""
     x = tensor(name, x)
+    if while_tracing_shapes() and not keras.backend.is_keras_tensor(x):
+        # Keras builds a subclassed model that it loads with invented floats.
+        return ops.cast(x, "int32")
     if not is_integer_dtype(x):
         raise ValueError(
             f"`{name}` must hold integers ({meaning}). Received: "

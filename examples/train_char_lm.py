@@ -81,57 +81,71 @@ def parse(arguments):
         "is chosen by KERAS_BACKEND (tensorflow, jax or torch).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    positive = at_least(1)
+    unset = argparse.SUPPRESS  # left to the preset, and without "(default: ...)"
+    count = {"type": at_least(1), "metavar": "N"}
+
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="default", help="model and its training")
-    add("--text", metavar="FILE", help="a UTF-8 file (default: Python's manual)")
-    add("--out", metavar="FOLDER", default="char_lm", help="where results go")
-    group = parser.add_argument_group("size (defaults are the preset's)")
-    add = group.add_argument
-    unset = argparse.SUPPRESS
-    add("--layers", type=positive, default=unset, help="number of blocks")
-    add("--heads", type=positive, default=unset, help="heads of each block")
-    add("--dim", type=positive, default=unset, help="features of a character")
+    add(
+        "--text",
+        metavar="FILE",
+        default=unset,
+        help="a UTF-8 file; without it, the language reference of this Python",
+    )
+    add("--out", metavar="FOLDER", default="runs/char_lm", help="where results go")
+
+    add = parser.add_argument_group("size, otherwise the preset's").add_argument
+    add("--layers", **count, default=unset, help="blocks")
+    add("--heads", **count, default=unset, help="heads of each block")
+    add("--dim", **count, default=unset, help="features of a character")
     add(
         "--position",
         choices=["rotary", "learned", "sinusoidal", "relative", "alibi", "none"],
         default=unset,
         help="how the model knows order",
     )
-    group = parser.add_argument_group("training")
-    add = group.add_argument
-    add("--window", type=at_least(2), default=64, help="characters seen at once")
-    add("--batch", type=positive, default=12, help="windows in a step")
-    add("--steps", type=positive, default=2000, help="updates of the weights")
-    add("--learning-rate", type=above_zero, default=unset, help="its peak")
-    add("--seed", type=at_least(0), default=0, help="of weights, windows and writing")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--window", type=at_least(2), metavar="N", default=64, help="characters seen")
+    add("--batch", **count, default=12, help="windows in a step")
+    add("--steps", **count, default=2000, help="updates of the weights")
+    add(
+        "--learning-rate",
+        type=above_zero,
+        metavar="X",
+        default=unset,
+        help="its peak, otherwise the preset's",
+    )
+    add(
+        "--seed",
+        type=at_least(0),
+        metavar="N",
+        default=0,
+        help="of weights, windows and what is written",
+    )
     add(
         "--precision",
         choices=["float32", "mixed_bfloat16", "mixed_float16"],
         default="float32",
         help="dtype policy; the mixed ones pay on a GPU",
     )
+    add("--validate-every", **count, default=100, help="steps between validations")
+    add("--tensorboard", action="store_true", default=unset, help="log to FOLDER/logs")
+
+    add = parser.add_argument_group("writing").add_argument
+    add("--write", type=at_least(0), metavar="N", default=300, help="characters")
     add(
-        "--validate-every",
-        type=positive,
-        default=100,
-        metavar="STEPS",
-        help="steps between validations",
+        "--temperature",
+        type=above_zero,
+        metavar="X",
+        default=0.8,
+        help="below 1 is more careful",
     )
-    add("--tensorboard", action="store_true", help="also log to FOLDER/logs")
-    group = parser.add_argument_group("writing")
-    add = group.add_argument
-    add(
-        "--write",
-        type=at_least(0),
-        default=300,
-        metavar="N",
-        help="characters to write",
-    )
-    add("--temperature", type=above_zero, default=0.8, help="below 1 is more careful")
+
     given = vars(parser.parse_args(arguments))
     preset = {k: v for k, v in PRESETS[given["preset"]].items() if k != "model"}
-    return argparse.Namespace(**{**preset, **given})
+    without = {"text": None, "tensorboard": False}
+    return argparse.Namespace(**{**without, **preset, **given})
 
 
 def at_least(lowest):

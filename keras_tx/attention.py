@@ -12,8 +12,10 @@ from keras_tx.positions import check_positions, default_positions
 from keras_tx.serialization import (
     adopt,
     deserialize_children,
+    dtype_config,
     fresh_initializer,
     fresh_seed,
+    keep_frozen,
     register,
     serialize_children,
 )
@@ -672,6 +674,7 @@ class MultiHead(keras.layers.Layer):
         self.attention.build(heads, key_heads, key_heads)
         if self.position is not None and not self.position.built:
             self.position.build(heads)
+        keep_frozen(self)
 
     def _project(self, name, num_heads, head_dim, biased):
         return keras.layers.EinsumDense(
@@ -876,6 +879,7 @@ class MultiHead(keras.layers.Layer):
     def get_config(self):
         return {
             **super().get_config(),
+            "dtype": dtype_config(self),
             "num_heads": self.num_heads,
             "head_dim": self.head_dim,
             "num_kv_heads": self.num_kv_heads,

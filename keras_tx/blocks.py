@@ -12,7 +12,9 @@ from keras_tx.norms import NormTemplate
 from keras_tx.serialization import (
     adopt,
     deserialize_children,
+    dtype_config,
     fresh_seed,
+    keep_frozen,
     register,
     serialize_children,
 )
@@ -192,6 +194,7 @@ class TransformerBlock(keras.layers.Layer):
                     name=f"{branch}_dropout",
                 )
                 setattr(self, drop.name, drop)
+        keep_frozen(self)
 
     def _build_norm(self, branch, infix, x_shape):
         """Makes `attention_norm`, or `attention_output_norm` behind a branch."""
@@ -343,6 +346,7 @@ class TransformerBlock(keras.layers.Layer):
     def get_config(self):
         return {
             **super().get_config(),
+            "dtype": dtype_config(self),
             **serialize_children(self, "attention", "feed_forward", "cross_attention"),
             "causal": self.causal,
             "norm": self.norm.config,

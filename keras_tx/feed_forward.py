@@ -3,7 +3,13 @@
 import keras
 
 from keras_tx import checks
-from keras_tx.serialization import fresh_initializer, fresh_seed, register
+from keras_tx.serialization import (
+    dtype_config,
+    fresh_initializer,
+    fresh_seed,
+    keep_frozen,
+    register,
+)
 
 
 @register
@@ -133,6 +139,7 @@ class FeedForward(keras.layers.Layer):
                 dtype=self.dtype_policy,
                 name="drop",
             )
+        keep_frozen(self)
 
     def _dense(self, name, units, initializer):
         return keras.layers.Dense(
@@ -161,6 +168,7 @@ class FeedForward(keras.layers.Layer):
     def get_config(self):
         return {
             **super().get_config(),
+            "dtype": dtype_config(self),
             "hidden_dim": self.hidden_dim,
             "activation": activation_config(self.activation),
             "gated": self.gated,

@@ -75,6 +75,33 @@ def share_dtype(child, policy):
         share_dtype(grandchild, policy)
 
 
+def keep_frozen(layer):
+    """Freezes what `build` has made in a frozen layer, at the end of `build`.
+
+    Children made there know nothing of it, and whoever holds the layer asks
+    their variables.
+    """
+    if not layer.trainable:
+        layer.trainable = False  # reaches all that it holds by now
+
+
+def dtype_config(layer):
+    """Returns the `dtype` of a layer for its config, quantized children included.
+
+    `quantize` changes the policies of children that only `build` makes, so that
+    the layer's config must remember them by path.
+    """
+    policy = layer.dtype_policy
+    quantized = {
+        child.path: child.dtype_policy
+        for child in layer._flatten_layers(include_self=False)
+        if child.dtype_policy.quantization_mode is not None
+    }
+    if quantized and not isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = keras.dtype_policies.DTypePolicyMap(policy, quantized)
+    return keras.dtype_policies.serialize(policy)
+
+
 def child_config(child):
     """Returns the config of a child layer, without what it was built with.
 

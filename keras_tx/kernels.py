@@ -178,8 +178,10 @@ def dense(
     allowed = mask.dense(ops.shape(query)[1], ops.shape(key)[1])
     rows_may_be_empty = mask.may_leave_queries_without_keys()
     if rows_may_be_empty:
-        key = without_unseen(key, allowed)
-        value = without_unseen(value, allowed)
+        # 0 x NaN is NaN still: what no query sees is zeroed before it is mixed.
+        seen = mask.seen_keys(allowed)[:, :, None, None]  # (1 or B, S, 1, 1)
+        key = ops.where(seen, key, 0.0)
+        value = ops.where(seen, value, 0.0)
     if bias is not None:
         # Who masks by bias writes -inf, or -1e9, which is -inf in float16; a
         # row of nothing else would be NaN, and one of the least float32 would
@@ -196,17 +198,6 @@ def dense(
         weights = ops.where(mask.queries[:, None, :, None], weights, 0.0)
     mixed = mix(weights if drop is None else drop(weights), value)
     return mixed, weights
-
-
-def without_unseen(value, allowed):
-    """Zeros keys or values that no query may see: 0 x NaN is NaN still.
-
-    Args:
-        value: `(B, S, K, H)`.
-        allowed: Boolean `(1 or B, 1 or N, T, S)`.
-    """
-    seen = ops.any(allowed, axis=(1, 2))  # (1 or B, S)
-    return ops.where(seen[:, :, None, None], value, 0.0)
 
 
 def _sizes(x):

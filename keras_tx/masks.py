@@ -49,10 +49,21 @@ class Mask:
         Where T and S are the same, causality, windows and segments let every
         query see at least itself.
         """
-        if self.keys or self.pairs:
+        if self.keys or self.pairs or self.queries is not None:
             return True
         banded = self.causal or self.window is not None
         return banded and not self.same_length
+
+    def seen_keys(self, allowed):
+        """Returns the keys that some query sees, boolean `(1 or B, 1 or S)`.
+
+        Args:
+            allowed: What `dense` returned.
+        """
+        if self.queries is not None:
+            queries = self.queries[:, None, :, None]
+            allowed = queries if allowed is None else ops.logical_and(allowed, queries)
+        return ops.any(allowed, axis=(1, 2))
 
     def dense(self, num_queries, num_keys):
         """Returns one boolean `(1 or B, 1 or N, T, S)`, or `None` for all.

@@ -7,6 +7,31 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import pytest
 
+try:
+    import hypothesis
+except ImportError:  # the smoke tests do without
+    hypothesis = None
+
+if hypothesis is not None:
+    # Chosen with `pytest --hypothesis-profile=thorough`.
+    hypothesis.settings.register_profile(
+        "quick",
+        # JAX compiles every operation for every new shape.
+        max_examples=20 if keras.backend.backend() == "jax" else 50,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    hypothesis.settings.register_profile(
+        "thorough",
+        parent=hypothesis.settings.get_profile("quick"),
+        max_examples=10_000,
+        derandomize=False,
+        print_blob=True,
+    )
+    hypothesis.settings.load_profile("quick")
+
 
 def pytest_configure(config):
     if keras.backend.backend() == "jax":

@@ -955,3 +955,113 @@ def test_transformers_loads_what_was_built_here(family, transformers, tmp_path):
         inputs = {"source": tokens, "target": tokens + 3}
     expected = cases.run_reference(reference, inputs, None)["logits"]
     np.testing.assert_allclose(run(model, inputs), expected, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------
+# GGUF
+# ----------------------------------------------------------------------------
+
+
+def write_gguf(path, name, *, architecture="llama", extra=(), tokenizer=True):
+    """Writes a reference of the family llama as a GGUF file.
+
+    Args:
+        path: Where to.
+        name: Name of the case.
+        architecture: What to call it.
+        extra: Further `(method of the writer, arguments)`.
+        tokenizer: Whether to put a tokenizer of letters inside.
+    """
+    gguf = pytest.importorskip("gguf")
+    config = json.loads((cases.FILES / name / "config.json").read_text())
+    tensors = safetensors_numpy.load_file(cases.FILES / name / "model.safetensors")
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for method, *arguments in extra:
+        getattr(writer, method)(*arguments)
+    if tokenizer:
+        tokens = [chr(ord("a") + i) for i in range(26)] + ["Ġ", "<end>", "ab", "abc"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * 27 + [3] + [1] * 2)
+        writer.add_token_merges(["a b", "ab c"])
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.": "attn_",
+        "mlp.": "ffn_",
+        "_proj": "",
+        "model.layers.": "blk.",
+    }
+    for key, array in tensors.items():
+        for kind, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if kind in key:  # features of a pair side by side
+                pairs = array.reshape(count, 2, -1, *array.shape[1:])
+                array = pairs.swapaxes(1, 2).reshape(array.shape)
+        for old, new in names.items():
+            key = key.replace(old, new)
+        writer.add_tensor(key, array.astype("float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_gives_the_numbers_of_the_reference(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", "llama")
+    assert difference("llama", tx.load_pretrained(file)) <= TOLERANCE
+
+
+def test_a_gguf_file_brings_its_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    tokenizer = tx.load_tokenizer(write_gguf(tmp_path / "model.gguf", "llama"))
+    ids = tokenizer.encode("abcab d<end>").ids
+    assert ids == [29, 28, 26, 3, 27]
+    assert tokenizer.decode(ids) == "abcab d"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"architecture": "qwen2"}, "architecture 'qwen2'"),
+        (
+            {"extra": [("add_float32", "llama.rope.scaling.factor", 2.0)]},
+            "rope_scaling_factor",
+        ),
+        ({"extra": [("add_uint32", "llama.expert_count", 8)]}, "expert_count"),
+        (
+            {"extra": [("add_tensor", "rope_freqs.weight", np.ones(3, "float32"))]},
+            "rope_freqs.weight' has no place",
+        ),
+    ],
+    ids=["architecture", "scaling", "experts", "frequencies"],
+)
+def test_gguf_files_of_other_arithmetic_are_refused(options, match, tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", "llama", **options)
+    with pytest.raises(ValueError, match=match):
+        tx.load_pretrained(file)
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(40))
+    with pytest.raises(ValueError, match="not a sound GGUF file"):
+        tx.load_pretrained(tmp_path / "model.gguf")

@@ -21,6 +21,8 @@ from keras_tx.pretrained.checkpoint import Folder, require, write_folder
 from keras_tx.pretrained.compare import differences
 from keras_tx.pretrained.config import HARMLESS, Config
 from keras_tx.pretrained.deferred import build_without_values, fill
+from keras_tx.pretrained.gguf import GgufFile
+from keras_tx.pretrained.gguf import load_tokenizer as load_gguf_tokenizer
 from keras_tx.pretrained.table import Options, Tensors, match, unmatch
 
 FAMILIES = {
@@ -76,8 +78,11 @@ def load_pretrained(
     logits count every token; neither does T5's target, which starts with the
     padding token. RoBERTa's padding must be on the right.
 
+    A `.gguf` file of the architecture `llama` is read too, with the package
+    `gguf`; its quantized weights become plain ones.
+
     Args:
-        path: The folder.
+        path: The folder, or the `.gguf` file.
         output: What an encoder gives: `"features"`, `"tokens"`, logits that
             fill in the blank, or `"classes"`, the logits of a classifier.
             Default: what the checkpoint was saved as.
@@ -197,13 +202,14 @@ def load_tokenizer(path):
     `enable_padding()` change that.
 
     Args:
-        path: The folder, with `tokenizer.json`.
+        path: The folder, with `tokenizer.json`, or a `.gguf` file.
 
     Returns:
         A `tokenizers.Tokenizer`.
 
     Raises:
-        ValueError: If there is no `tokenizer.json`.
+        ValueError: If there is no `tokenizer.json`, or the file's tokenizer is
+            of a kind that is not known here.
 
     Example:
 
@@ -214,6 +220,8 @@ def load_tokenizer(path):
     >>> keras_tx.load_tokenizer("folder").encode("cat").ids
     [1]
     """
+    if _is_gguf(path):
+        return load_gguf_tokenizer(path)
     tokenizers = require("tokenizers")
     file = pathlib.Path(path) / "tokenizer.json"
     if not file.is_file():
@@ -226,7 +234,12 @@ def load_tokenizer(path):
 
 
 def _open(path):
-    return Folder(path)
+    """Returns the checkpoint at a path, a folder or a file."""
+    return GgufFile(path) if _is_gguf(path) else Folder(path)
+
+
+def _is_gguf(path):
+    return pathlib.Path(path).suffix == ".gguf"
 
 
 def _family(name):

@@ -81,8 +81,13 @@ def keep_frozen(layer):
     Children made there know nothing of it, and whoever holds the layer asks
     their variables.
     """
-    if not layer.trainable:
-        layer.trainable = False  # reaches all that it holds by now
+    if layer.trainable:
+        return
+    # Not `layer.trainable = False`: on TensorFlow, setting what is set does nothing.
+    for child in layer._layers:
+        child.trainable = False
+    for variable in layer.weights:
+        variable.trainable = False
 
 
 def dtype_config(layer):

@@ -11,6 +11,7 @@ from keras_tx.norms import NormTemplate
 from keras_tx.positions import check_positions, default_positions
 from keras_tx.serialization import (
     adopt,
+    child_dtype,
     deserialize_children,
     dtype_config,
     fresh_initializer,
@@ -650,7 +651,7 @@ class MultiHead(keras.layers.Layer):
             kernel_initializer=fresh_initializer(
                 merge_initializer, f"{self.path}/merge"
             ),
-            dtype=self.dtype_policy,
+            dtype=child_dtype(self, "merge"),
             name="merge",
         )
         for projection in (self.query, self.key, self.value, self.merge):
@@ -684,7 +685,7 @@ class MultiHead(keras.layers.Layer):
             kernel_initializer=fresh_initializer(
                 self.kernel_initializer, f"{self.path}/{name}"
             ),
-            dtype=self.dtype_policy,
+            dtype=child_dtype(self, name),
             name=name,
         )
 

@@ -4,6 +4,7 @@ import keras
 
 from keras_tx import checks
 from keras_tx.serialization import (
+    child_dtype,
     dtype_config,
     fresh_initializer,
     fresh_seed,
@@ -146,7 +147,7 @@ class FeedForward(keras.layers.Layer):
             units,
             use_bias=self.use_bias,
             kernel_initializer=fresh_initializer(initializer, f"{self.path}/{name}"),
-            dtype=self.dtype_policy,
+            dtype=child_dtype(self, name),
             name=name,
         )
 

@@ -107,6 +107,18 @@ def dtype_config(layer):
     return keras.dtype_policies.serialize(policy)
 
 
+def child_dtype(layer, name):
+    """Returns the dtype policy of the child that `build` makes under a name.
+
+    A map of policies is looked up here: Keras' own layers save their quantized
+    weights only under a policy of their own.
+    """
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        return policy[f"{layer.path}/{name}"]
+    return policy
+
+
 def child_config(child):
     """Returns the config of a child layer, without what it was built with.
 

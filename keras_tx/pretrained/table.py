@@ -19,6 +19,7 @@ from keras_tx.pretrained.deferred import settle
 # ----------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class Same:
     """The file's array as it is."""
 
@@ -39,6 +40,7 @@ class Same:
         return arrays[0].reshape(self.file_shape(arrays[0].shape))
 
 
+@dataclasses.dataclass(frozen=True)
 class Flat(Same):
     """One axis in the file, heads and their features here."""
 

@@ -1,14 +1,9 @@
 """BERT: post layer norm, learned positions, token types. See
 [Devlin et al., 2019](https://arxiv.org/abs/1810.04805)."""
 
-import keras
-
-from keras_tx.attention import MultiHead, ScaledAttention
-from keras_tx.blocks import TransformerBlock
-from keras_tx.feed_forward import FeedForward
-from keras_tx.models import encoder
 from keras_tx.pretrained.config import activation_name
 from keras_tx.pretrained.parts import Parts
+from keras_tx.pretrained.recipes import build_encoder, describe_encoder
 from keras_tx.pretrained.table import (
     LINEAR,
     LINEAR_FROM_HEADS,
@@ -69,87 +64,6 @@ def build(config, options, **model):
     )
 
 
-def build_encoder(
-    config,
-    options,
-    *,
-    dim,
-    num_heads,
-    hidden_dim,
-    activation,
-    epsilon,
-    attention_dropout,
-    max_length=None,
-    transform=None,
-    pooler="tanh",
-    pooled_dropout=None,
-    **model,
-):
-    """Builds an encoder with post layer norm and learned positions.
-
-    Args:
-        config: The `Config`.
-        options: The `Options`.
-        dim: Number of features.
-        num_heads: Number of heads.
-        hidden_dim: Width of the feed-forward layers.
-        activation: As in `FeedForward`.
-        epsilon: Epsilon of the norms.
-        attention_dropout: Share of the weights to drop while training.
-        max_length: Number of positions. Default: what the config says.
-        transform: Activation before the logits. Default: `activation`.
-        pooler: Activation of the pooled vector.
-        pooled_dropout: Share to drop from it. Default: as everywhere.
-        **model: Further arguments of `encoder`.
-    """
-    norm = keras.layers.LayerNormalization(epsilon=epsilon)
-
-    def block(index):
-        return TransformerBlock(
-            MultiHead(num_heads, attention=ScaledAttention(dropout=attention_dropout)),
-            FeedForward(hidden_dim, activation),
-            norm=norm,
-            norm_position="post",
-            dropout=model["dropout"],
-        )
-
-    longest = config.integer("max_position_embeddings")
-    tied = config.flag("tie_word_embeddings", True)
-    head = {
-        "features": {"pooler": pooler if options.pooler else None},
-        "tokens": {"transform": transform or activation, "output_bias": True},
-        "classes": {
-            "pooler": pooler,
-            "pooled_dropout": pooled_dropout,
-            "num_classes": num_classes(config),
-        },
-    }[options.output]
-    return encoder(
-        config.integer("vocab_size"),
-        dim,
-        block=block,
-        output=options.output,
-        pooling="first",
-        position="learned",
-        max_length=max_length or longest,
-        pad_id=options.padding(config, masked=True),
-        token_types=options.token_types,
-        embedding_norm=norm,
-        tie_embeddings=tied or options.output != "tokens",
-        packed=options.packed,
-        name=config.fields["model_type"],
-        dtype=options.dtype,
-        **head,
-        **model,
-    )
-
-
-def num_classes(config):
-    """Returns how many classes a config names; two if it names none."""
-    labels = config.get("id2label")
-    return len(labels) if labels else config.integer("num_labels", 2)
-
-
 def describe(model):
     """Returns the fields that `build` reads, from a model."""
     parts = Parts(model)
@@ -166,19 +80,6 @@ def describe(model):
         "classifier_dropout": parts.dropout("pooled_dropout"),
         "type_vocab_size": getattr(parts.get("segment"), "num_segments", 1),
     }
-
-
-def describe_encoder(parts):
-    """Returns the fields that all encoders share."""
-    fields = {
-        **parts.describe_embedding(),
-        "max_position_embeddings": parts.longest,
-    }
-    classes = parts.get("classes")
-    if classes is not None:
-        fields["id2label"] = {str(i): f"LABEL_{i}" for i in range(classes.units)}
-        fields["label2id"] = {f"LABEL_{i}": i for i in range(classes.units)}
-    return fields
 
 
 FAMILY = Family(

@@ -2,9 +2,9 @@
 [Sanh et al., 2019](https://arxiv.org/abs/1910.01108)."""
 
 from keras_tx.pretrained.bert import FAMILY as BERT
-from keras_tx.pretrained.bert import build_encoder, describe_encoder
 from keras_tx.pretrained.config import activation_name
 from keras_tx.pretrained.parts import Parts
+from keras_tx.pretrained.recipes import build_encoder, describe_encoder
 from keras_tx.pretrained.table import (
     LINEAR,
     LINEAR_FROM_HEADS,

@@ -3,8 +3,9 @@
 
 import dataclasses
 
-from keras_tx.pretrained import llama, qwen2
+from keras_tx.pretrained import llama
 from keras_tx.pretrained.parts import Parts
+from keras_tx.pretrained.recipes import KINDS, build_decoder, describe_windows
 from keras_tx.pretrained.table import PlusOne, Row
 
 NORMS = {
@@ -34,16 +35,16 @@ def build(config, options):
     num_layers = config.layers("num_hidden_layers")
     # The first layer has a window, the second has none, and so on.
     kinds = config.get("layer_types") or [
-        qwen2.KINDS[index % 2 == 0] for index in range(num_layers)
+        KINDS[index % 2 == 0] for index in range(num_layers)
     ]
-    if len(kinds) != num_layers or not set(kinds) <= set(qwen2.KINDS):
-        raise config.wrong("layer_types", kinds, f"{num_layers} of {qwen2.KINDS}")
-    return llama.build_decoder(
+    if len(kinds) != num_layers or not set(kinds) <= set(KINDS):
+        raise config.wrong("layer_types", kinds, f"{num_layers} of {KINDS}")
+    return build_decoder(
         config,
         options,
         use_bias=config.flag("attention_bias", False),
         activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
-        windows=[window if kind == qwen2.KINDS[1] else None for kind in kinds],
+        windows=[window if kind == KINDS[1] else None for kind in kinds],
         scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         soft_cap=_cap(config, "attn_logit_softcapping", 50.0),
         head_dim=256,
@@ -66,7 +67,7 @@ def describe(model):
     fields = llama.describe(model)
     fields.pop("mlp_bias")
     attention = Parts(model).heads.attention
-    windows = qwen2.describe_windows(model)
+    windows = describe_windows(model)
     scale = attention.scale or fields["head_dim"] ** -0.5
     return {
         **fields,

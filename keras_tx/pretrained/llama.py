@@ -4,13 +4,9 @@ Pre RMS norm, grouped heads that rotate, gated SiLU. See
 [Touvron et al., 2023](https://arxiv.org/abs/2307.09288).
 """
 
-from keras_tx.attention import MultiHead, ScaledAttention
-from keras_tx.blocks import TransformerBlock
-from keras_tx.feed_forward import FeedForward
-from keras_tx.models import decoder
-from keras_tx.norms import RMSNorm
-from keras_tx.pretrained.config import activation_name, describe_rotary, rotary
+from keras_tx.pretrained.config import activation_name, describe_rotary
 from keras_tx.pretrained.parts import Parts
+from keras_tx.pretrained.recipes import build_decoder
 from keras_tx.pretrained.table import LINEAR, LINEAR_FROM_HEADS, Family, Row, dense
 
 ATTENTION = "layers.{i}.self_attn."
@@ -54,85 +50,6 @@ def build(config, options, *, use_bias=None, feed_forward_bias=None, **block):
         feed_forward_bias=feed_forward_bias,
         activation=config.activation("hidden_act", "silu"),
         **block,
-    )
-
-
-def build_decoder(
-    config,
-    options,
-    *,
-    use_bias,
-    activation,
-    feed_forward_bias=False,
-    query_key_norm=False,
-    windows=None,
-    scale=None,
-    soft_cap=None,
-    head_dim=None,
-    epsilon=1e-6,
-    norm_position="pre",
-    tied=False,
-    **model,
-):
-    """Builds a decoder with rotary positions, RMS norms and gates.
-
-    Args:
-        config: The `Config`.
-        options: The `Options`.
-        use_bias: As in `MultiHead`.
-        activation: As in `FeedForward`.
-        feed_forward_bias: Whether the feed-forward layers have biases.
-        query_key_norm: Whether heads are normalized before they rotate.
-        windows: Optional width or `None` of each layer.
-        scale: As in `ScaledAttention`.
-        soft_cap: As in `ScaledAttention`.
-        head_dim: Size of a head where the config states none.
-        epsilon: Epsilon of the norms where the config states none.
-        norm_position: As in `TransformerBlock`.
-        tied: Whether embeddings are tied where the config states nothing.
-        **model: Further arguments of `decoder`.
-    """
-    num_layers = config.layers("num_hidden_layers")
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    head_dim = config.integer("head_dim", head_dim)
-    hidden_dim = config.integer("intermediate_size")
-    dropout = config.rate("attention_dropout")
-    position = rotary(config)
-    norm = RMSNorm(epsilon=config.number("rms_norm_eps", epsilon))
-
-    def block(index):
-        return TransformerBlock(
-            MultiHead(
-                num_heads,
-                head_dim,
-                num_kv_heads=num_kv_heads,
-                attention=ScaledAttention(
-                    scale,
-                    window=None if windows is None else windows[index],
-                    soft_cap=soft_cap,
-                    dropout=dropout,
-                ),
-                query_key_norm=norm if query_key_norm else None,
-                use_bias=use_bias,
-            ),
-            FeedForward(hidden_dim, activation, gated=True, use_bias=feed_forward_bias),
-            norm=norm,
-            norm_position=norm_position,
-        )
-
-    return decoder(
-        config.integer("vocab_size"),
-        config.integer("hidden_size"),
-        num_layers,
-        block=block,
-        position=position,
-        pad_id=options.padding(config, masked=False),
-        tie_embeddings=config.flag("tie_word_embeddings", tied),
-        packed=options.packed,
-        name=config.fields["model_type"],
-        dtype=options.dtype,
-        **model,
     )
 
 

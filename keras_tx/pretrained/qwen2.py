@@ -4,44 +4,7 @@
 import dataclasses
 
 from keras_tx.pretrained import llama
-from keras_tx.pretrained.parts import Parts
-
-KINDS = ("full_attention", "sliding_attention")
-
-
-def windows_of(config, first_sliding=28):
-    """Returns the window of each layer, from either way to state it.
-
-    Args:
-        config: The `Config`.
-        first_sliding: The first layer with a window, where the config only
-            switches them on.
-    """
-    num_layers = config.layers("num_hidden_layers")
-    slides = config.flag("use_sliding_window", False)
-    window = config.integer("sliding_window", None) if slides else None
-    first = config.get("max_window_layers", first_sliding)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [KINDS[window is not None and i >= first] for i in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= set(KINDS):
-        raise config.wrong("layer_types", kinds, f"{num_layers} of {KINDS}")
-    return [window if kind == KINDS[1] else None for kind in kinds]
-
-
-def describe_windows(model):
-    """Returns the fields that `windows_of` reads, from a model."""
-    parts = Parts(model)
-    windows = [parts.window(index) for index in range(parts.num_blocks)]
-    widest = max((w for w in windows if w is not None), default=None)
-    return {
-        "use_sliding_window": widest is not None,
-        "sliding_window": widest,
-        "max_window_layers": next(
-            (i for i, w in enumerate(windows) if w is not None), len(windows)
-        ),
-        "layer_types": [KINDS[window is not None] for window in windows],
-    }
+from keras_tx.pretrained.recipes import describe_windows, windows_of
 
 
 def build(config, options):

@@ -3,7 +3,8 @@
 
 import dataclasses
 
-from keras_tx.pretrained import llama, qwen2
+from keras_tx.pretrained import llama
+from keras_tx.pretrained.recipes import describe_windows, windows_of
 from keras_tx.pretrained.table import Row
 
 ROWS = (
@@ -20,7 +21,7 @@ def build(config, options):
         options,
         feed_forward_bias=False,
         query_key_norm=True,
-        windows=qwen2.windows_of(config),
+        windows=windows_of(config),
         head_dim=128,
     )
 
@@ -29,7 +30,7 @@ def describe(model):
     """Returns the fields that `build` reads, from a model."""
     fields = llama.describe(model)
     fields.pop("mlp_bias")
-    return {**fields, **qwen2.describe_windows(model)}
+    return {**fields, **describe_windows(model)}
 
 
 FAMILY = dataclasses.replace(

@@ -991,7 +991,7 @@ def _block_maker(block, *, num_layers, dtype, cross=False, **options):
             "Blocks of your own decide their options themselves. Received both "
             f"a block and {given}. Move these into the function that makes it."
         )
-    if not callable(block):
+    if not callable(block) or isinstance(block, keras.layers.Layer):
         raise ValueError(
             "A block is given as a function of the layer index that returns a "
             f"fresh `TransformerBlock`. Received: {block!r}."

@@ -192,6 +192,9 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
             "logit_soft_cap",
         ):
             config.pop(name, None)
+        # Not every Keras knows this one; nothing is lost where it is empty.
+        if config.get("quantization_config") is None:
+            config.pop("quantization_config", None)
         return {
             **config,
             "vocab_size": self.vocab_size,

@@ -31,14 +31,14 @@ PIECE = 1 << 18
 SHARD_BYTES = 5_000_000_000
 
 
-def require(package, extra="pretrained"):
+def require(package, install='"keras-tx[pretrained]"'):
     """Imports an optional package, or says which line installs it."""
     try:
         return __import__(package, fromlist=["_"])
     except ImportError as error:
         raise ImportError(
             f"Pretrained files need the package `{package.split('.')[0]}`. Install "
-            f'it with: pip install "keras-tx[{extra}]"'
+            f"it with: pip install {install}"
         ) from error
 
 

@@ -12,6 +12,8 @@ import numpy as np
 from keras_tx.pretrained.checkpoint import require
 from keras_tx.pretrained.deferred import aligned_empty
 
+EXTRA = '"keras-tx[gguf]"'
+
 # How many rows are made plain at a time.
 ROWS = 2048
 
@@ -108,7 +110,7 @@ class GgufFile:
 
     def check_dtype(self, name):
         """Refuses a tensor whose quantization is not known."""
-        quants = require("gguf.quants", "gguf")
+        quants = require("gguf.quants", EXTRA)
         tensor = self._tensors[name]
         try:
             quants.dequantize(tensor.data[:1], tensor.tensor_type)
@@ -117,7 +119,7 @@ class GgufFile:
 
     def read(self, name, dtype):
         """Returns a tensor as a NumPy array of its own, in a dtype."""
-        quants = require("gguf.quants", "gguf")
+        quants = require("gguf.quants", EXTRA)
         tensor = self._tensors[name]
         array = aligned_empty(self.shape(name), dtype)
         for start in range(0, len(array), ROWS):
@@ -152,7 +154,7 @@ def plain_name(name):
 
 def read_gguf(path):
     """Returns the `gguf.GGUFReader` of a file."""
-    gguf = require("gguf", "gguf")
+    gguf = require("gguf", EXTRA)
     try:
         return gguf.GGUFReader(path)
     except (OSError, ValueError, KeyError, IndexError) as error:

@@ -13,10 +13,13 @@ matrix, with AdamW and clipping. Both draw a fresh batch in each step.
 Each contestant runs in a process of its own, one after another, round after round,
 for the speed of a machine drifts. A process's time is the median of its steps, the
 first ones, which compile, left out. A ratio is torch's time over the contestant's
-in the same round: above 1 means faster than torch.
+in the same round: above 1 means faster than torch. CPU time, summed over threads,
+says how much work a step is where other programs take turns on the cores; `--threads
+1` makes it comparable, for threads that wait for each other count as busy.
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -43,8 +46,13 @@ def text_as_ids():
     return np.array([number[c] for c in text], dtype="int32"), len(characters)
 
 
+def now():
+    """Returns seconds of wall and of CPU."""
+    return time.perf_counter(), time.process_time()
+
+
 # ----------------------------------------------------------------------------
-# The contestants: each returns the seconds of every step
+# The contestants: each returns the clock, wall and CPU, after every step
 # ----------------------------------------------------------------------------
 
 
@@ -107,8 +115,7 @@ def torch_loop(steps):
         lr=1e-3,
         betas=(0.9, 0.99),
     )
-    seconds = []
-    last = time.perf_counter()
+    clock = [now()]
     for _ in range(WARM_UP + steps):
         starts = torch.randint(len(ids) - WINDOW, (BATCH,))
         rows = torch.stack([ids[start : start + WINDOW + 1] for start in starts])
@@ -118,10 +125,8 @@ def torch_loop(steps):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        now = time.perf_counter()
-        seconds.append(now - last)
-        last = now
-    return seconds
+        clock.append(now())
+    return clock
 
 
 def fit(steps, **compiled):
@@ -130,14 +135,11 @@ def fit(steps, **compiled):
     import keras
     import train_char_lm as example
 
-    class Clock(keras.callbacks.Callback):
-        def on_train_begin(self, logs=None):
-            self.seconds, self.last = [], time.perf_counter()
-
-        def on_train_batch_end(self, batch, logs=None):
-            now = time.perf_counter()
-            self.seconds.append(now - self.last)
-            self.last = now
+    clock = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: clock.append(now()),
+        on_train_batch_end=lambda batch, logs: clock.append(now()),
+    )
 
     options = example.parse(["--preset", "nanogpt"])
     ids, vocab_size = text_as_ids()
@@ -146,14 +148,13 @@ def fit(steps, **compiled):
     example.compile_for_training(model, options)
     if compiled:
         model.compile(model.optimizer, model.loss, **compiled)
-    clock = Clock()
     model.fit(
         example.random_windows(ids, WINDOW, BATCH, seed=0),
         steps_per_epoch=WARM_UP + steps,
         shuffle=False,
-        callbacks=[clock],
+        callbacks=[note],
     )
-    return clock.seconds
+    return clock
 
 
 CONTESTANTS = {
@@ -168,14 +169,22 @@ CONTESTANTS = {
 # ----------------------------------------------------------------------------
 
 
-def in_its_own_process(contestant, steps):
-    """Returns the median seconds of a step."""
+def in_its_own_process(contestant, steps, threads):
+    """Returns the median milliseconds of a step, wall and CPU."""
     command = [sys.executable, __file__, "--measure", contestant, "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    limits = dict.fromkeys(names, str(threads)) if threads else {}
+    done = subprocess.run(
+        command, env={**os.environ, **limits}, capture_output=True, text=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
     if done.returncode or not lines:
         sys.exit(f"{contestant} failed: {done.stderr.strip()[-500:]}")
-    return statistics.median(json.loads(lines[-1])[WARM_UP:])
+    clock = json.loads(lines[-1])[WARM_UP:]
+    wall = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(clock))
+    # CPU clocks may tick coarsely, so the mean.
+    cpu = (clock[-1][1] - clock[0][1]) / (len(clock) - 1)
+    return 1000 * wall, 1000 * cpu
 
 
 def spread(values, digits):
@@ -196,6 +205,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="processes of each")
     parser.add_argument("--steps", type=int, default=200, help="steps of a process")
+    parser.add_argument("--threads", type=int, help="threads of each (default: all)")
     parser.add_argument("--out", default=HERE / "TRAIN_STEP.md", help="the table")
     parser.add_argument("--measure", choices=CONTESTANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -205,24 +215,32 @@ def main():
     found = {name: [] for name in CONTESTANTS}
     for index in range(options.rounds):
         for name in CONTESTANTS:
-            found[name].append(1000 * in_its_own_process(name, options.steps))
-            print(f"round {index}: {name:26} {found[name][-1]:7.1f} ms", flush=True)
-    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+            times = in_its_own_process(name, options.steps, options.threads)
+            found[name].append(times)
+            print(
+                f"round {index}: {name:26} {times[0]:7.1f} ms, CPU {times[1]:7.1f} ms",
+                flush=True,
+            )
     table = [
-        f"| {backend}, {options.rounds} rounds of {options.steps} steps | "
-        "ms a step: median (lowest to highest) | "
-        "times torch's speed in the same round |",
-        "|---|---|---|",
+        "| | ms a step | times torch's speed | CPU ms a step | torch's over it |",
+        "|---|---|---|---|---|",
     ]
     for name, times in found.items():
-        ratios = [a / b for a, b in zip(found["torch loop"], times, strict=True)]
-        table.append(f"| {name} | {spread(times, 1)} | {spread(ratios, 2)} |")
+        cells = [name]
+        for which in (0, 1):
+            torch = [pair[which] for pair in found["torch loop"]]
+            own = [pair[which] for pair in times]
+            ratios = [a / b for a, b in zip(torch, own, strict=True)]
+            cells += [spread(own, 1), spread(ratios, 2)]
+        table.append(f"| {' | '.join(cells)} |")
     text = "\n".join(
         [
             "# A training step",
             "",
-            f"`python benchmarks/train_step.py`, {versions()}.",
-            "What is measured and how stands in that file.",
+            f"`python benchmarks/train_step.py`, {versions()}, "
+            f"{options.threads or 'all'} threads; {options.rounds} rounds of "
+            f"{options.steps} steps: median (lowest to highest). What is measured "
+            "and how stands in that file.",
             "",
             *table,
             "",

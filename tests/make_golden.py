@@ -149,7 +149,12 @@ def blocks():
         ),
         "sequential": tx.TransformerBlock(
             N,
-            keras.Sequential([keras.layers.Dense(F, "relu"), keras.layers.Dense(D)]),
+            keras.Sequential(
+                [  # named, for Keras' own names count all layers made before
+                    keras.layers.Dense(F, "relu", name="dense_1"),
+                    keras.layers.Dense(D, name="dense_2"),
+                ]
+            ),
             name="sequential",
         ),
     }

@@ -645,8 +645,8 @@ class MultiHead(keras.layers.Layer):
         self.value = self._project("value", self.num_kv_heads, head_dim, biased)
         merge_initializer = self.merge_initializer or self.kernel_initializer
         self.merge = keras.layers.EinsumDense(
-            "btnh,nhd->btd",
-            (None, dim),
+            "rnh,nhd->rd",
+            (dim,),
             bias_axes="d" if self.use_bias is True else None,
             kernel_initializer=fresh_initializer(
                 merge_initializer, f"{self.path}/merge"
@@ -656,9 +656,10 @@ class MultiHead(keras.layers.Layer):
         )
         for projection in (self.query, self.key, self.value, self.merge):
             projection.supports_masking = True  # or Keras warns of a lost mask
-        self.query.build(query_shape)
-        self.key.build(key_shape)
-        self.value.build(value_shape)
+        # They work on rows of tokens; see `kernels.rowwise`.
+        self.query.build((None, query_shape[-1]))
+        self.key.build((None, key_shape[-1]))
+        self.value.build((None, value_shape[-1]))
         self._num_features = {
             "query": dim,
             "key": key_shape[-1],
@@ -666,7 +667,7 @@ class MultiHead(keras.layers.Layer):
         }
         heads = (*query_shape[:2], self.num_heads, head_dim)
         key_heads = (*key_shape[:2], self.num_kv_heads, head_dim)
-        self.merge.build(heads)
+        self.merge.build((None, *heads[2:]))
         self.query_norm = self.query_key_norm.make("query_norm", self.dtype_policy)
         self.key_norm = self.query_key_norm.make("key_norm", self.dtype_policy)
         if self.query_norm is not None:
@@ -679,8 +680,8 @@ class MultiHead(keras.layers.Layer):
 
     def _project(self, name, num_heads, head_dim, biased):
         return keras.layers.EinsumDense(
-            "btd,dnh->btnh",
-            (None, num_heads, head_dim),
+            "rd,dnh->rnh",
+            (num_heads, head_dim),
             bias_axes="nh" if biased else None,
             kernel_initializer=fresh_initializer(
                 self.kernel_initializer, f"{self.path}/{name}"
@@ -735,7 +736,7 @@ class MultiHead(keras.layers.Layer):
         query_positions, key_positions = self._positions(query, memory, positions, mask)
         scope = cache.scope()
         two_sided = memory is not query or (key is not None and key is not query)
-        query_heads = self.query(query)  # (B, T, D) -> (B, T, N, H)
+        query_heads = kernels.rowwise(self.query, query)  # (B, T, D) -> (B, T, N, H)
         if self.query_norm is not None:
             query_heads = self.query_norm(query_heads)
         rotates = hasattr(self.position, "rotate")
@@ -743,12 +744,13 @@ class MultiHead(keras.layers.Layer):
             query_heads = self.position.rotate(query_heads, query_positions)
 
         def project():
-            key_heads = self.key(memory if key is None else key)  # (B, S, K, H)
+            source = memory if key is None else key
+            key_heads = kernels.rowwise(self.key, source)  # (B, S, D) -> (B, S, K, H)
             if self.key_norm is not None:
                 key_heads = self.key_norm(key_heads)
             if rotates:
                 key_heads = self.position.rotate(key_heads, key_positions)
-            return key_heads, self.value(memory)  # (B, S, K, H)
+            return key_heads, kernels.rowwise(self.value, memory)
 
         if scope is None:
             key_heads, value_heads = project()
@@ -778,8 +780,8 @@ class MultiHead(keras.layers.Layer):
         )
         if return_attention_scores:
             mixed, weights = result
-            return self.merge(mixed), weights
-        return self.merge(result)  # (B, T, N, H) -> (B, T, D)
+            return kernels.rowwise(self.merge, mixed), weights
+        return kernels.rowwise(self.merge, result)  # (B, T, N, H) -> (B, T, D)
 
     def _mask_and_bias(
         self,

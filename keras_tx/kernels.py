@@ -52,12 +52,23 @@ def einsum_float32(equation, *operands):
     return ops.einsum(equation, *(ops.cast(x, "float32") for x in operands))
 
 
+def rowwise(layer, x):
+    """Applies a layer to `(B, T, ...)` as rows `(B T, ...)`.
+
+    A matrix applied to all tokens is one product either way, but TensorFlow
+    computes the gradient of the matrix as one outer product per leading index,
+    all of them held and then summed, which on a CPU can take longer than the
+    rest of a training step.
+    """
+    batch, length = _sizes(x)[:2]
+    result = layer(ops.reshape(x, (-1, *x.shape[2:])))
+    return ops.reshape(result, (batch, length, *result.shape[1:]))
+
+
 def project(x, kernel, equation):
     """Multiplies features `(..., D)` by a matrix, in at least float32.
 
-    Leading axes become one first. An einsum over `...` is one product as well,
-    but TensorFlow computes its gradient as one outer product per token, all of
-    them summed, which on a CPU took longer than the rest of a training step.
+    Leading axes become one first; see `rowwise`.
 
     Args:
         x: `(..., D)`.

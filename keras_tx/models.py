@@ -718,7 +718,7 @@ WITHOUT_LEAKS = (
     keras.layers.Rescaling,
     keras.Sequential,
 )
-PROJECTIONS = ("btd,dnh->btnh", "btnh,nhd->btd")  # those of `MultiHead`
+PROJECTIONS = ("rd,dnh->rnh", "rnh,nhd->rd")  # those of `MultiHead`
 
 
 def _refuse_leaks(model, name, vocab_size, pad_id, max_length):

@@ -6,7 +6,7 @@ import warnings
 import keras
 from keras import ops
 
-from keras_tx import cache, checks, kernels, masks
+from keras_tx import cache, checks, kernels, masks, recording
 from keras_tx.norms import NormTemplate
 from keras_tx.positions import check_positions, default_positions
 from keras_tx.serialization import (
@@ -164,15 +164,19 @@ class ScaledAttention(keras.layers.Layer):
         single = len(query.shape) == 3
         if single:
             query, key, value = (ops.expand_dims(x, 2) for x in (query, key, value))
+        recorder = recording.scope()
         result = self.attend(
             query,
             key,
             value,
             mask,
             bias=bias,
-            return_attention_scores=return_attention_scores,
+            return_attention_scores=return_attention_scores or recorder is not None,
             training=training,
         )
+        if recorder is not None:
+            recorder.note(recording.Attended(self, query, key, *result, mask))
+            result = result if return_attention_scores else result[0]
         if not single:
             return result
         if return_attention_scores:
@@ -769,15 +773,20 @@ class MultiHead(keras.layers.Layer):
                 bias = ops.cast(bias, wide) + ops.cast(by_distance, wide)
             else:
                 bias = by_distance
+        recorder = recording.scope()
         result = self.attention.attend(
             query_heads,
             key_heads,
             value_heads,
             mask,
             bias=bias,
-            return_attention_scores=return_attention_scores,
+            return_attention_scores=return_attention_scores or recorder is not None,
             training=training,
         )
+        if recorder is not None:
+            seen = (query_heads, key_heads, *result, mask)
+            recorder.note(recording.Attended(self, *seen))
+            result = result if return_attention_scores else result[0]
         if return_attention_scores:
             mixed, weights = result
             return kernels.rowwise(self.merge, mixed), weights

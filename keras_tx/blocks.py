@@ -5,7 +5,7 @@ import numbers
 import keras
 from keras import ops
 
-from keras_tx import checks, masks
+from keras_tx import checks, masks, recording
 from keras_tx.attention import MultiHead
 from keras_tx.feed_forward import FeedForward
 from keras_tx.norms import NormTemplate
@@ -279,6 +279,9 @@ class TransformerBlock(keras.layers.Layer):
             if self.cross_attention is not None:
                 y = self._step("cross_attention", cross_attend, y, training)
             y = self._step("feed_forward", self.feed_forward, y, training)
+        recorder = recording.scope()
+        if recorder is not None:
+            recorder.note(recording.Passed(self, x, y, implicit))
         if return_attention_scores:
             return (y, *(found[name] for name in self.branches[:-1]))
         return y

@@ -17,12 +17,12 @@ HOUSE = [
     ["_version", "_backend"],
     ["checks"],
     ["serialization"],
-    ["masks", "cache", "data", "sampling"],
+    ["masks", "cache", "recording", "data", "sampling"],
     ["norms", "kernels", "positions"],
     ["attention", "embeddings", "feed_forward"],
     ["blocks"],
     ["models"],
-    ["generation", "pretrained", "diagnostics"],
+    ["generation", "pretrained", "inspection"],
 ]
 ROWS = {module: row for row, modules in enumerate(HOUSE) for module in modules}
 

@@ -11,6 +11,11 @@ from keras_tx.data import mask_tokens, next_token, pack  # noqa: E402
 from keras_tx.embeddings import LearnedSegment, TokenEmbedding  # noqa: E402
 from keras_tx.feed_forward import FeedForward, gelu_tanh  # noqa: E402
 from keras_tx.generation import generate, stream  # noqa: E402
+from keras_tx.inspection import (  # noqa: E402
+    AttentionHealth,
+    attention_maps,
+    plot_attention,
+)
 from keras_tx.models import decoder, encoder, encoder_decoder  # noqa: E402
 from keras_tx.norms import RMSNorm  # noqa: E402
 from keras_tx.positions import (  # noqa: E402
@@ -45,6 +50,7 @@ from keras_tx.sampling import (  # noqa: E402
 
 __all__ = [
     "AlibiPosition",
+    "AttentionHealth",
     "Beam",
     "Constrain",
     "FeedForward",
@@ -72,6 +78,7 @@ __all__ = [
     "TransformerBlock",
     "YarnScaling",
     "__version__",
+    "attention_maps",
     "decoder",
     "encoder",
     "encoder_decoder",
@@ -82,6 +89,7 @@ __all__ = [
     "mask_tokens",
     "next_token",
     "pack",
+    "plot_attention",
     "save_pretrained",
     "stream",
 ]

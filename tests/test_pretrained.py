@@ -13,8 +13,14 @@ from keras import ops
 
 import keras_tx as tx
 from keras_tx.pretrained import FAMILIES, checkpoint, deferred, table
+from keras_tx.pretrained.config import Config
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
+
+# The fields of published configs as they are, but for the number of layers.
+PUBLISHED = json.loads(
+    (cases.FILES.parent / "published_configs.json").read_text(encoding="utf-8")
+)
 
 # Largest difference, relative to the largest logit where that exceeds 1.
 TOLERANCE = 1e-5
@@ -392,6 +398,19 @@ def test_strict_accepts_what_transformers_writes(name):
     tx.load_pretrained(cases.FILES / name, strict=True)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_that_are_published_are_understood(name):
+    """Shapes only: nothing is allocated, whatever the size."""
+    fields = PUBLISHED[name]
+    family = FAMILIES[fields["model_type"]]
+    options = table.Options(output=family.architectures[fields["architectures"][0]])
+    config = Config(fields)
+    model, _ = deferred.build_without_values(lambda: family.build(config, options))
+    config.finish(strict=True)
+    assert max(max(w.shape) for w in model.weights) == fields["vocab_size"]
+
+
 @pytest.mark.parametrize(
     "file", ["../secret.safetensors", "/tmp/x.safetensors", "..", "a\\b", "c:x", 3]
 )
@@ -508,6 +527,13 @@ def test_a_loaded_model_trains_saves_and_goes_back_out(tmp_path):
     tx.save_pretrained(again, tmp_path / "folder")
     back = tx.load_pretrained(tmp_path / "folder", strict=True)
     np.testing.assert_allclose(run(back, inputs), outputs, atol=1e-6)
+
+
+def test_a_loaded_model_generates_what_its_logits_say(loaded):
+    model = loaded("mistral")
+    (text,) = tx.generate(model, [[5, 7, 11]], 4)
+    logits = to_numpy(model(np.array([text])))[0]
+    assert text[3:] == logits.argmax(-1)[2:-1].tolist()
 
 
 def test_weights_keep_the_order_and_paths_of_a_built_model(loaded):

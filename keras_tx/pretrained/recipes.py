@@ -210,7 +210,9 @@ def windows_of(config, first_sliding=28):
     """
     num_layers = config.layers("num_hidden_layers")
     slides = config.flag("use_sliding_window", False)
-    window = config.integer("sliding_window", None) if slides else None
+    # Stated where it is switched off too.
+    window = config.integer("sliding_window", None)
+    window = window if slides else None
     first = config.get("max_window_layers", first_sliding)
     kinds = config.get("layer_types")
     if kinds is None:

@@ -9,6 +9,7 @@ from keras_tx import checks, masks, recording
 from keras_tx.attention import MultiHead
 from keras_tx.feed_forward import FeedForward
 from keras_tx.norms import NormTemplate
+from keras_tx.remat import Rematerialized
 from keras_tx.serialization import (
     adopt,
     deserialize_children,
@@ -21,7 +22,7 @@ from keras_tx.serialization import (
 
 
 @register
-class TransformerBlock(keras.layers.Layer):
+class TransformerBlock(Rematerialized, keras.layers.Layer):
     """Attention across tokens, then a feed-forward layer within each.
 
     Each branch adds to what it was given (`x + f(x)`, He et al., 2016), so

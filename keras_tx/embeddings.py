@@ -4,11 +4,12 @@ import keras
 from keras import ops
 
 from keras_tx import checks, kernels
+from keras_tx.remat import Rematerialized
 from keras_tx.serialization import fresh_initializer, register
 
 
 @register
-class TokenEmbedding(keras.layers.ReversibleEmbedding):
+class TokenEmbedding(Rematerialized, keras.layers.ReversibleEmbedding):
     """Embeds tokens, and turns features back into logits over tokens.
 
     A `keras.layers.ReversibleEmbedding` that keeps the mask on the way out, has

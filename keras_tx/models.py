@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_tx import checks, masks
+from keras_tx import checks, masks, remat
 from keras_tx.attention import MultiHead, ScaledAttention
 from keras_tx.blocks import TransformerBlock
 from keras_tx.embeddings import LearnedSegment, TokenEmbedding
@@ -189,7 +189,7 @@ def decoder(
     )
     x = _final_norm(x, final_norm, last, "final_norm", dtype)
     logits = embedding(x, reverse=True)
-    model = keras.Model(_inputs(tokens=tokens, **extra), logits, name=name)
+    model = _model(_inputs(tokens=tokens, **extra), logits, name, dtype)
     _refuse_leaks(model, "tokens", vocab_size, pad_id, max_length)
     return model
 
@@ -385,15 +385,15 @@ def encoder(
             x = _dense(dim, init_stddev, "transform", dtype, transform)(x)
             norm = NormTemplate("layer") if last.norm.config is None else last.norm
             x = norm.make("transform_norm", dtype)(x)
-        return keras.Model(inputs, embedding(x, reverse=True), name=name)
+        return _model(inputs, embedding(x, reverse=True), name, dtype)
 
     if output == "features" and pooler is None:
-        return keras.Model(inputs, x, name=name)
+        return _model(inputs, x, name, dtype)
     pooled = Pooling(pooling, name="pooling", dtype=dtype)(x)
     if pooler is not None:
         pooled = _dense(dim, init_stddev, "pooler", dtype, pooler)(pooled)
     if output == "features":
-        return keras.Model(inputs, {"features": x, "pooled": pooled}, name=name)
+        return _model(inputs, {"features": x, "pooled": pooled}, name, dtype)
     pooled_dropout = dropout if pooled_dropout is None else pooled_dropout
     if pooled_dropout:
         pooled = keras.layers.Dropout(
@@ -402,7 +402,7 @@ def encoder(
     # Logits are in float32 under every half-precision policy.
     wide = "float64" if pooled.dtype == "float64" else "float32"
     logits = _dense(num_classes, init_stddev, "classes", wide)(pooled)
-    return keras.Model(inputs, logits, name=name)
+    return _model(inputs, logits, name, dtype)
 
 
 def encoder_decoder(
@@ -614,7 +614,7 @@ def encoder_decoder(
     if output_scale is not None:
         x = keras.layers.Rescaling(output_scale, name="output_scale", dtype=dtype)(x)
     logits = target_embedding(x, reverse=True)
-    model = keras.Model({"source": source, "target": target}, logits, name=name)
+    model = _model({"source": source, "target": target}, logits, name, dtype)
     _refuse_leaks(model, "target", target_vocab_size, pad_id, max_length)
     return model
 
@@ -848,6 +848,16 @@ def _inputs(**inputs):
     """One tensor where there is one input, so that arrays go straight in."""
     given = {name: x for name, x in inputs.items() if x is not None}
     return given if len(given) > 1 else next(iter(given.values()))
+
+
+def _model(inputs, outputs, name, dtype):
+    """Makes the model that a builder returns."""
+    model = keras.Model(inputs, outputs, name=name)
+    if dtype is not None:
+        # `compile` asks the model, not its layers, whether to scale the loss.
+        model.dtype_policy = dtype
+    remat.leave_to_parts(model)
+    return model
 
 
 def _check_encoder_options(

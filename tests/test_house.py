@@ -18,7 +18,7 @@ HOUSE = [
     ["checks"],
     ["serialization"],
     ["masks", "cache", "recording", "data", "sampling"],
-    ["norms", "kernels", "positions"],
+    ["norms", "kernels", "positions", "remat"],
     ["attention", "embeddings", "feed_forward"],
     ["blocks"],
     ["models"],

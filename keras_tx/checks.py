@@ -1,5 +1,6 @@
 """Checks of arguments: what arrived, what was expected, the remedy."""
 
+import inspect
 import math
 import numbers
 
@@ -176,6 +177,27 @@ def integers(name, x, meaning):
     if keras.backend.standardize_dtype(x.dtype) in ("int32", "int64"):
         return x
     return ops.cast(x, "int32")
+
+
+def given_by_name(call, args, skip):
+    """Names what came by place and is not `None`.
+
+    Keras adds implicit masks by name, also where a `None` came by place, so that
+    an argument would come twice.
+
+    Args:
+        call: Method `call` of a layer's class.
+        args: What came by place, without `self`.
+        skip: Number of arguments at the start that stay in place.
+    """
+    names = list(inspect.signature(call).parameters)[1:]
+    if len(args) > len(names):
+        raise ValueError(
+            f"`{call.__qualname__}` takes {len(names)} arguments: "
+            f"{', '.join(names)}. Received: {len(args)}."
+        )
+    named = dict(zip(names[skip:], args[skip:], strict=False))
+    return {name: x for name, x in named.items() if x is not None}
 
 
 def while_tracing_shapes():

@@ -21,6 +21,7 @@ KERAS_HOOKS = {
     "compute_output_spec",
     "from_config",
     "get_config",
+    "rematerialized_call",
     "variable_serialization_spec",
 }
 
@@ -48,7 +49,13 @@ def signature(function, *, bound):
 
 
 def describe_class(name, kind):
-    base = next(b for b in kind.__mro__[1:] if not b.__name__.startswith("_"))
+    # The nearest one that users know.
+    base = next(
+        b
+        for b in kind.__mro__[1:]
+        if not b.__name__.startswith("_")
+        and (b.__name__ in keras_tx.__all__ or not b.__module__.startswith("keras_tx"))
+    )
     text = f"class {name}({base.__name__})\n"
     text += f"    __init__{signature(kind.__init__, bound=True)}\n"
     own = [base for base in kind.__mro__ if base.__module__.startswith("keras_tx")]

@@ -1,7 +1,6 @@
 """Attention without weights, and attention with heads."""
 
 import math
-import warnings
 
 import keras
 from keras import ops
@@ -47,9 +46,12 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
         soft_cap: Optional bound: scores become `cap * tanh(score / cap)`,
             before bias and mask.
         dropout: Share of the weights to drop while training.
-        implementation: `"auto"`, `"dense"`, `"fused"` or `"blockwise"`. A wish:
-            where it is not to be had it falls back, and warns. This version
-            has the dense one.
+        implementation: `"auto"`, `"dense"`, `"fused"` or `"blockwise"`; they
+            give the same. *dense* holds all scores at once, *blockwise* those of
+            256 queries at a time and makes them again for the gradient, *fused*
+            is the kernel of the backend. A wish: where it is not to be had it
+            falls back, and warns. What `"auto"` takes stands in
+            `keras_tx.kernels.choose`.
         seed: Optional integer that makes dropout reproducible.
 
     Call arguments:
@@ -112,12 +114,6 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
         self.supports_masking = True
 
     def build(self, query_shape=None, key_shape=None, value_shape=None):
-        if self.implementation in ("fused", "blockwise"):
-            warnings.warn(
-                f'implementation="{self.implementation}" is not available in '
-                "this version of keras_tx; the dense one is used.",
-                stacklevel=2,
-            )
         if self.dropout:
             self.seed_generator = keras.random.SeedGenerator(
                 fresh_seed(self.seed, self.path)
@@ -222,6 +218,29 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
                     return mixed, ops.cast(weights, self.compute_dtype)
                 return mixed
             mask = held
+        chosen = "dense"
+        if not return_attention_scores:
+            chosen = kernels.choose(
+                self.implementation,
+                query,
+                key,
+                value,
+                mask,
+                plain=self.soft_cap is None and bias is None and drop is None,
+            )
+        if chosen == "fused":
+            return kernels.fused(query, key, value, mask, scale=scale)
+        if chosen == "blockwise":
+            return kernels.blockwise(
+                query,
+                key,
+                value,
+                mask,
+                scale=scale,
+                soft_cap=self.soft_cap,
+                bias=bias,
+                dropout=drop and (self.dropout, self.seed_generator.next()),
+            )
         mixed, weights = kernels.dense(
             query,
             key,

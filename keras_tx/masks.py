@@ -65,6 +65,32 @@ class Mask:
             allowed = queries if allowed is None else ops.logical_and(allowed, queries)
         return ops.any(allowed, axis=(1, 2))
 
+    def keys_that_may_be_seen(self):
+        """Returns the keys that masks leave, boolean `(1 or B, S)`, or `None`.
+
+        Causality, windows and segments apart, which need no `(T, S)`.
+        """
+        parts = list(self.keys)
+        parts += [ops.any(pairs, axis=(1, 2)) for pairs in self.pairs]
+        combined = None
+        for part in parts:
+            combined = part if combined is None else ops.logical_and(combined, part)
+        return combined
+
+    def band(self, block, num_queries, num_keys, zero=0):
+        """Returns causality and window of one block, boolean `(q, s)`.
+
+        Args:
+            block: `(first query, queries, first key, keys)`.
+            num_queries: T, of all blocks.
+            num_keys: S, of all blocks.
+            zero: An integer 0, or a tensor of it.
+        """
+        start, size, low, width = block
+        offset = num_keys - num_queries if self.causal else 0
+        shift = start + offset - low + zero
+        return band(size, width, self.causal, self.window, shift)
+
     def dense(self, num_queries, num_keys):
         """Returns one boolean `(1 or B, 1 or N, T, S)`, or `None` for all.
 
@@ -86,11 +112,11 @@ class Mask:
         return combined
 
 
-def band(num_queries, num_keys, causal, window=None):
+def band(num_queries, num_keys, causal, window=None, offset=None):
     """Returns the boolean `(T, S)` mask of causality and window.
 
     Causal is bottom-right: with T queries and S keys the last query sees the
-    last key, and query i stands at S - T + i.
+    last key, and query i stands at S - T + i, or at `offset` + i if that is given.
 
     Example:
 
@@ -98,7 +124,8 @@ def band(num_queries, num_keys, causal, window=None):
     array([[1, 1, 0],
            [1, 1, 1]])
     """
-    offset = num_keys - num_queries if causal else 0
+    if offset is None:
+        offset = num_keys - num_queries if causal else 0
     i = ops.expand_dims(ops.arange(num_queries, dtype="int32") + offset, 1)
     j = ops.expand_dims(ops.arange(num_keys, dtype="int32"), 0)
     if causal and window is None:

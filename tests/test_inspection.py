@@ -210,3 +210,256 @@ def test_without_matplotlib_the_line_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "keras-tx\[plots\]"'):
         tx.plot_attention(np.eye(3))
+
+
+# ----------------------------------------------------------------------------
+# Health: the numbers
+# ----------------------------------------------------------------------------
+
+
+def look(model, sample):
+    health = tx.AttentionHealth(sample)
+    health.set_model(model)
+    return health.look(), health.findings
+
+
+def test_numbers_of_a_head_are_those_of_the_reference():
+    """Two tokens of the first row are padding; nothing of them counts."""
+    heads = tx.MultiHead(3, 5, num_kv_heads=1, causal=True, name="heads")
+    inputs = keras.Input((6, 12))
+    model = keras.Model(inputs, heads(keras.layers.Masking()(inputs)))
+    randomize(heads)
+    x = normal(2, 6, 12)
+    x[0, 4:] = 0.0
+    numbers, _ = look(model, x)
+
+    w = weights_of(heads)
+    real = np.any(x != 0, axis=-1)
+    allow = reference.allowed(
+        (2, 3, 6, 6), causal=True, query_mask=real, key_masks=[real]
+    )
+    query, key, value = (
+        np.einsum("btd,dnh->btnh", x, w[f"{name}/kernel"]) + w[f"{name}/bias"]
+        for name in ("query", "key", "value")
+    )
+    mixed, weights = reference.attention(query, key, value, allow)
+    for n in range(3):
+        entropies, spreads, sharp, apart = [], [], [], []
+        for b in range(2):
+            rows = mixed[b, real[b], n]
+            away = np.linalg.norm(rows - rows.mean(0))
+            apart.append(away / np.linalg.norm(rows))
+            for t in range(1, 6 if b else 4):  # the first has no choice
+                p = weights[b, n, t, : t + 1]
+                entropies.append(-np.sum(p * np.log(p)) / np.log(t + 1))
+                scores = key[b, : t + 1, 0] @ query[b, t, n] / np.sqrt(5)
+                spreads.append(scores.var())
+                sharp.append(p.max() > 0.99)
+        expected = {
+            "entropy": np.mean(entropies),
+            "saturated": np.mean(sharp),
+            "logit_scale": np.sqrt(np.mean(spreads)),
+            "rank_one": np.mean(apart),
+            "dead": 0.0,
+        }
+        found = {name: numbers[f"heads/head_{n}/{name}"] for name in expected}
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_head_that_adds_nothing_is_dead():
+    heads = tx.MultiHead(3, name="heads")
+    inputs = keras.Input((6, 12))
+    model = keras.Model(inputs, heads(inputs))
+    kernel = to_numpy(heads.merge.kernel)
+    kernel[1] = 0.0
+    heads.merge.kernel.assign(kernel)
+    numbers, _ = look(model, normal(2, 6, 12))
+    assert [numbers[f"heads/head_{n}/dead"] for n in range(3)] == [0.0, 1.0, 0.0]
+
+
+def test_numbers_of_a_block_are_those_of_what_it_returns():
+    model = tx.encoder(**SMALL, pad_id=0)
+    tokens = np.array([[5, 7, 11, 0], [3, 1, 2, 8]])
+    numbers, _ = look(model, tokens)
+    returned = keras.Model(model.input, model.get_layer("block_1").output)
+    y = to_numpy(returned(tokens))
+    real = tokens != 0
+    apart = [
+        np.linalg.norm(rows - rows.mean(0)) / np.linalg.norm(rows)
+        for rows in (y[0, :3], y[1])
+    ]
+    assert numbers["block_1/norm"] == pytest.approx(
+        np.sqrt(np.square(y[real]).mean()), rel=1e-5
+    )
+    assert numbers["block_1/rank_one"] == pytest.approx(np.mean(apart), rel=1e-5)
+    assert "block_1/gradient" not in numbers  # no targets
+
+
+def test_the_gradient_of_a_block_is_the_slope_of_the_loss():
+    """Along the gradient, found by differences, the loss rises by its norm."""
+    model = tx.decoder(**SMALL)
+    randomize(model, spread=0.3)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss)
+    x, y = np.array([[5, 7, 11, 2]]), np.array([[7, 11, 2, 9]])
+    numbers, _ = look(model, (x, y))
+    block = model.get_layer("block_1")
+    before = [to_numpy(v) for v in block.trainable_variables]
+    # One step of gradient descent moves each weight by rate times gradient.
+    model.optimizer.learning_rate = 1e-2
+    model.train_on_batch(x, y)
+    moved = [
+        old - to_numpy(new)
+        for old, new in zip(before, block.trainable_variables, strict=True)
+    ]
+    norm = np.sqrt(sum(np.square(step).sum() for step in moved)) / 1e-2
+    assert numbers["block_1/gradient"] == pytest.approx(norm, rel=1e-3)
+
+
+# ----------------------------------------------------------------------------
+# Health: the callback
+# ----------------------------------------------------------------------------
+
+
+def trained(model, *, epochs=1, rate=1e-3, steps=None, **options):
+    """Trains on a text of a small alphabet; returns the callback and history."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(rate), loss)
+    rng = np.random.default_rng(0)
+    follow = rng.integers(0, 31, (31, 2))  # each token has two that may follow
+    rows = np.zeros((64, 17), "int32")
+    rows[:, 0] = rng.integers(0, 31, 64)
+    for t in range(16):
+        rows[:, t + 1] = follow[rows[:, t], rng.integers(0, 2, 64)]
+    x, y = tx.next_token(rows)
+    health = tx.AttentionHealth((x[:4], y[:4]), **options)
+    history = model.fit(
+        x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=[health]
+    )
+    return health, history.history
+
+
+def test_history_has_a_number_for_every_block_and_head_and_epoch():
+    health, history = trained(tx.decoder(**SMALL), epochs=3, every=2)
+    names = ("entropy", "saturated", "logit_scale", "rank_one", "dead")
+    expected = {
+        f"block_{i}/attention/head_{n}/{name}"
+        for i in range(2)
+        for n in range(4)
+        for name in names
+    }
+    expected |= {f"block_{i}/{name}" for i in range(2) for name in ("rank_one", "norm")}
+    expected |= {f"block_{i}/gradient" for i in range(2)}
+    assert set(history) - {"loss"} == set(health.history) == expected
+    for values in health.history.values():
+        assert np.isnan(values).tolist() == [True, False, True]
+
+
+def test_a_look_changes_nothing_about_training():
+    def losses(callbacks):
+        keras.utils.set_random_seed(1)
+        model = tx.decoder(31, 16, 1, 4, dropout=0.1)
+        model.compile(
+            "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+        x, y = tx.next_token(np.arange(136).reshape(8, 17) % 31)
+        chosen = [tx.AttentionHealth((x[:2], y[:2]))] if callbacks else []
+        done = model.fit(x, y, epochs=2, shuffle=False, verbose=0, callbacks=chosen)
+        return done.history["loss"]
+
+    assert losses(True) == losses(False)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="every"):
+        tx.AttentionHealth(np.ones((1, 3)), every=0)
+
+
+# ----------------------------------------------------------------------------
+# Health: planted failures
+# ----------------------------------------------------------------------------
+
+
+def deep(depth=12, num_heads=2, head_dim=None, scale=None, **options):
+    """A decoder of small blocks, queries and keys as wide as theory assumes."""
+
+    def block(index):
+        heads = tx.MultiHead(
+            num_heads,
+            head_dim,
+            attention=tx.ScaledAttention(scale),
+            kernel_initializer=keras.initializers.RandomNormal(stddev=16**-0.5),
+        )
+        return tx.TransformerBlock(heads, 64, **options)
+
+    post = options.get("norm_position") == "post"
+    return tx.decoder(31, 16, depth, block=block, final_norm=None if post else "rms")
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Rows in which each token has two that may follow, and their targets."""
+    rng = np.random.default_rng(0)
+    follow = rng.integers(0, 31, (31, 2))
+    rows = np.zeros((16, 17), "int32")
+    rows[:, 0] = rng.integers(0, 31, 16)
+    for t in range(16):
+        rows[:, t + 1] = follow[rows[:, t], rng.integers(0, 2, 16)]
+    return tx.next_token(rows)
+
+
+def found_while_training(model, text):
+    """Trains for eight steps, looks, and returns what was found and warned of."""
+    x, y = text
+    model.compile(
+        keras.optimizers.Adam(1e-2),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        # A few steps take less than compiling one of twelve blocks.
+        run_eagerly=keras.backend.backend() != "jax",
+    )
+    health = tx.AttentionHealth((x[:4], y[:4]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(x, y, batch_size=2, verbose=0, callbacks=[health])
+    said = [str(w.message) for w in caught if "After epoch" in str(w.message)]
+    assert len(said) == len(health.findings)
+    return health.findings
+
+
+def test_dot_products_without_scaling_are_caught_at_a_large_head(text):
+    options = {"depth": 2, "head_dim": 256}
+    _, findings = look(deep(**options, scale=1.0), text[0][:4])
+    assert list(findings) == ["saturation"]
+    assert "`scale` at None" in findings["saturation"]
+    _, findings = look(deep(**options), text[0][:4])
+    assert not findings
+
+
+def test_a_missing_residual_is_caught_at_depth(text):
+    numbers, findings = look(deep(residual="none"), text[0][:4])
+    assert list(findings) == ["collapse"]
+    assert "keep the residual" in findings["collapse"]
+    assert numbers["block_11/rank_one"] < 1e-2 < numbers["block_0/rank_one"]
+
+
+def test_post_norm_without_warm_up_is_caught_at_depth(text):
+    findings = found_while_training(deep(norm_position="post"), text)
+    assert "collapse" in findings
+    assert "warm it up" in findings["collapse"]
+
+
+def test_a_healthy_model_raises_no_alarm(text):
+    assert not found_while_training(deep(), text)
+
+
+def test_an_exploding_stream_is_caught(text):
+    model = deep(depth=4, norm=None)
+    for layer in model.layers:
+        if isinstance(layer, tx.TransformerBlock):
+            kernel = layer.feed_forward.narrow.kernel
+            kernel.assign(40.0 * to_numpy(kernel))
+    _, findings = look(model, text[0][:4])
+    assert "explosion" in findings
+    weight = model.get_layer("block_2").feed_forward.narrow.kernel
+    weight.assign(np.nan * to_numpy(weight))
+    assert "become nan" in look(model, text[0][:4])[1]["explosion"]

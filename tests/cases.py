@@ -288,35 +288,36 @@ CASES = {
 # fmt: on
 
 
+def outcomes(report):
+    """Returns `{test: outcomes}` of a JUnit report, with and without parameters."""
+    found = collections.defaultdict(list)
+    for one in xml.etree.ElementTree.parse(report).iter("testcase"):
+        file = one.get("classname").rpartition(".")[2] + ".py"
+        tags = [x.tag for x in one if x.tag in ("failure", "error", "skipped")]
+        name = one.get("name")
+        for test in {name, name.partition("[")[0]}:
+            found[f"{file}::{test}"].append((tags or ["passed"])[0])
+    return found
+
+
 def run(backend, tests, workers):
-    """Runs tests in one process; returns `{test: outcomes}` and the exit status."""
+    """Runs tests in one process of a backend; returns `{test: outcomes}`."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
         command += ["-n", str(workers)] if workers else []
-        done = subprocess.run(
+        subprocess.run(
             [*command, *(str(HERE / test) for test in tests)],
             env={**os.environ, "KERAS_BACKEND": backend},
             cwd=HERE.parent,
             stdout=sys.stderr,
         )
-        found = collections.defaultdict(list)
-        if not report.exists():
-            return found, done.returncode
-        for one in xml.etree.ElementTree.parse(report).iter("testcase"):
-            file = one.get("classname").rpartition(".")[2] + ".py"
-            outcome = next(
-                (x.tag for x in one if x.tag in ("failure", "error", "skipped")), ""
-            )
-            name = one.get("name")
-            for test in {name, name.partition("[")[0]}:
-                found[f"{file}::{test}"].append(outcome or "passed")
-    return found, done.returncode
+        return outcomes(report) if report.exists() else {}
 
 
-def verdict(outcomes):
-    """Says in a word or two how some tests went."""
-    counts = collections.Counter(outcomes)
+def verdict(ends):
+    """Says in a word or two how some tests ended."""
+    counts = collections.Counter(ends)
     if not counts:
         return "missing"
     if set(counts) == {"passed"}:
@@ -356,7 +357,7 @@ def main():
     tests = list(dict.fromkeys(test for case in cases.values() for test in case.tests))
     results = {}
     for backend in options.backends:
-        results[backend], _ = run(backend, tests, options.workers)
+        results[backend] = run(backend, tests, options.workers)
     lines = table(cases, options.backends, results)
     print(*lines, sep="\n")
     cells = [cell for line in lines[2:] for cell in line.split(" | ")[4:]]

@@ -214,7 +214,6 @@ class AttentionHealth(keras.callbacks.Callback):
         self.findings = {}
         self._epochs = 0
         self._writer = None
-        self._compiled = None
 
     def look(self):
         """Returns `{name: number}` of the model as it is now.
@@ -316,23 +315,13 @@ class AttentionHealth(keras.callbacks.Callback):
             ]
         import jax
 
-        # Keyed by the variables, whose order is that of the arguments.
-        key = tuple(map(id, self.model.variables))
-        if self._compiled is None or self._compiled[0] != key:
-            others = [
-                v
-                for v in self.model.variables
-                if all(v is not variable for variable in variables)
-            ]
+        # Not compiled, for that would take as long as the training step's does.
+        def loss_of(values):
+            known = zip(variables, values, strict=True)
+            with keras.StatelessScope(state_mapping=known):
+                return self._loss()
 
-            def loss_of(values, fixed):
-                known = zip([*variables, *others], [*values, *fixed], strict=True)
-                with keras.StatelessScope(state_mapping=known):
-                    return self._loss()
-
-            self._compiled = key, others, jax.jit(jax.grad(loss_of))
-        _, others, gradients_of = self._compiled
-        return gradients_of([v.value for v in variables], [v.value for v in others])
+        return jax.grad(loss_of)([variable.value for variable in variables])
 
 
 def _summary():

@@ -415,7 +415,7 @@ def found_while_training(model, text):
         keras.optimizers.Adam(1e-2),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         # A few steps take less than compiling one of twelve blocks.
-        run_eagerly=keras.backend.backend() != "jax",
+        run_eagerly=True,
     )
     health = tx.AttentionHealth((x[:4], y[:4]))
     with warnings.catch_warnings(record=True) as caught:

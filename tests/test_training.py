@@ -60,7 +60,8 @@ def test_200_steps_in_half_precision_stay_finite_and_learn(policy):
     model = make(pad_id=0, dropout=0.1, dtype=policy)
     data = tx.next_token(rows, pad_id=0)
     losses = fit(model, data, batch_size=8, epochs=40, **AT_ONCE)
-    assert model.optimizer.iterations == 200
+    # A step whose scaled gradients overflow is left out, and the scale lowered.
+    assert 190 <= int(model.optimizer.iterations) <= 200
     assert np.isfinite(losses).all()
     assert losses[0] > 1.0 and losses[-1] < 0.3 * losses[0]
     scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -127,7 +128,7 @@ def test_a_train_step_of_ones_own_stays_finite_in_mixed_float16():
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.03))
     data = tx.next_token(cycles(40, 7))
     losses = fit(model, data, optimizer, batch_size=8, epochs=20)
-    assert model.optimizer.iterations == 100
+    assert 90 <= int(model.optimizer.iterations) <= 100
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.5 * losses[0]
     assert [x.dtype for x in model.outputs] == ["float32"]

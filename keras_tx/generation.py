@@ -21,7 +21,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_tx import cache, checks, masks, sampling
+from keras_tx import cache, checks, masks, remat, sampling
 from keras_tx.embeddings import TokenEmbedding
 from keras_tx.positions import LearnedPosition
 
@@ -771,7 +771,8 @@ class _Plan:
     def forward(self, tokens, memory, scope=None):
         """Returns logits `(B, T, V)`, inside `scope` if there is one."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_without_remat(self.remat))
+            # Of no use without gradients, and a trace of its own.
+            stack.enter_context(remat.without(self.remat))
             if scope is not None:
                 stack.enter_context(scope)
             return self._forward(tokens, memory, scope)
@@ -1037,19 +1038,6 @@ def _without_gradients(function):
 
 def _numpy(x):
     return ops.convert_to_numpy(x)
-
-
-@contextlib.contextmanager
-def _without_remat(layers):
-    """Rematerialisation is of no use without gradients, and a trace of its own."""
-    modes = [(layer, layer._remat_mode) for layer in layers]
-    for layer, _ in modes:
-        layer._remat_mode = None
-    try:
-        yield
-    finally:
-        for layer, mode in modes:
-            layer._remat_mode = mode
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ which its layers note what passes through them; see `keras_tx.recording`.
 """
 
 import collections
-import contextlib
 import math
 import re
 import warnings
@@ -14,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_tx import checks, recording
+from keras_tx import checks, recording, remat
 
 # A query is saturated that puts more than this weight on one of several keys.
 SATURATED = 0.99
@@ -81,7 +80,9 @@ def _notes(model, inputs):
 
     if not model.built:
         run()  # what builds it must not be noted
-    with _without_remat(model), recording.Scope() as scope:
+    # Rematerialisation would run layers in a trace of its own.
+    parts = list(model._flatten_layers())
+    with remat.without(parts), recording.Scope() as scope:
         run()
     if not any(isinstance(note, recording.Attended) for note in scope.notes):
         raise ValueError(
@@ -90,19 +91,6 @@ def _notes(model, inputs):
             "return theirs with `return_attention_scores=True`."
         )
     return scope.notes
-
-
-@contextlib.contextmanager
-def _without_remat(model):
-    """Rematerialisation would run layers in a trace of its own."""
-    modes = [(layer, layer._remat_mode) for layer in model._flatten_layers()]
-    for layer, _ in modes:
-        layer._remat_mode = None
-    try:
-        yield
-    finally:
-        for layer, mode in modes:
-            layer._remat_mode = mode
 
 
 def _keyed(notes, kind):

@@ -46,7 +46,9 @@ CASES = {
         ("test_attention.py::test_scaled_attention_equals_the_reference",
          "test_attention.py::test_one_token_alone_attends_to_itself_and_nobody_warns",
          "test_attention.py::test_asking_for_scores_never_changes_the_output",
-         "test_properties.py::test_attention_equals_the_reference_whatever_the_masks")),
+         "test_properties.py::test_attention_equals_the_reference_whatever_the_masks",
+         "test_kernels.py::test_blocks_give_the_reference_and_the_gradients_of_written_out_scores",
+         "test_kernels.py::test_the_backends_kernel_gives_the_same")),
     "case-05": Case(
         "pytorch/pytorch#24816, #26098, #41508",
         "a query that sees nothing gets zeros, with finite gradients",

@@ -218,20 +218,19 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
                     return mixed, ops.cast(weights, self.compute_dtype)
                 return mixed
             mask = held
-        chosen = "dense"
-        if not return_attention_scores:
-            chosen = kernels.choose(
-                self.implementation,
-                query,
-                key,
-                value,
-                mask,
-                plain=self.soft_cap is None and bias is None and drop is None,
-            )
+        chosen = kernels.choose(
+            self.implementation,
+            query,
+            key,
+            value,
+            mask,
+            plain=self.soft_cap is None and bias is None and drop is None,
+        )
+        mixed = None
         if chosen == "fused":
-            return kernels.fused(query, key, value, mask, scale=scale)
-        if chosen == "blockwise":
-            return kernels.blockwise(
+            mixed = kernels.fused(query, key, value, mask, scale=scale)
+        elif chosen == "blockwise":
+            mixed = kernels.blockwise(
                 query,
                 key,
                 value,
@@ -241,7 +240,12 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
                 bias=bias,
                 dropout=drop and (self.dropout, self.seed_generator.next()),
             )
-        mixed, weights = kernels.dense(
+        if mixed is not None and not return_attention_scores:
+            return mixed
+        if mixed is not None:
+            # Asking for scores doesn't change the output, in no bit.
+            drop = None
+        written_out, weights = kernels.dense(
             query,
             key,
             value,
@@ -251,6 +255,7 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
             bias=bias,
             drop=drop,
         )
+        mixed = written_out if mixed is None else mixed
         if return_attention_scores:
             return mixed, ops.cast(weights, self.compute_dtype)
         return mixed

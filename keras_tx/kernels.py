@@ -371,20 +371,20 @@ MANY_SCORES = 1024 * 1024
 def choose(wish, query, key, value, mask, *, plain):
     """Returns `"dense"`, `"fused"` or `"blockwise"` for what is wished.
 
-    What `"auto"` takes, the first line that fits:
+    What `"auto"` takes, the first line that fits; weights that are asked for are
+    always written out, beside the output of what is chosen:
 
     | | |
     |---|---|
-    | the weights are wanted | dense |
     | torch, plain | fused |
     | JAX on a GPU, plain, half precision | fused |
     | T or S unknown | dense |
     | T x S below 1,024 x 1,024 | dense |
     | anything else | blockwise |
 
-    *Plain* means: as many key heads as query heads, no dropout, soft cap, bias,
-    window, segments or mask but causality, and T = S known where causal. Only
-    torch and JAX on a GPU have a kernel that beats the scores written out, and
+    *Plain* means: as many key heads as query heads, not float64, no dropout, soft
+    cap, bias, window, segments or mask but causality, and T = S known where causal.
+    Only torch and JAX on a GPU have a kernel that beats the scores written out, and
     masked throughout, its rows would not be zero.
 
     Args:
@@ -404,6 +404,7 @@ def choose(wish, query, key, value, mask, *, plain):
     alone = alone and mask.window is None and mask.segments is None
     plain = plain and alone and query.shape[2] == key.shape[2]
     plain = plain and query.shape[-1] == value.shape[-1]
+    plain = plain and _name(query.dtype) != "float64"  # torch's is not as exact
     possible = {
         "fused": plain and (known or not mask.causal),
         "blockwise": known and length > 0 and num_keys > 0,
@@ -414,8 +415,8 @@ def choose(wish, query, key, value, mask, *, plain):
         warnings.warn(
             f'implementation="{wish}" is not to be had here, another is used. '
             + {
-                "fused": "It takes equal numbers of query and key heads, and no "
-                "dropout, soft cap, bias, window, segments or masks but causality "
+                "fused": "It takes equal numbers of query and key heads, no float64, "
+                "no dropout, soft cap, bias, window, segments or masks but causality "
                 "over as many keys as queries.",
                 "blockwise": "It needs to know the lengths: give the model a fixed "
                 "one, or call it on arrays.",

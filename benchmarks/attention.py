@@ -10,15 +10,15 @@ Tables (sizes are batch, length, features, layers, heads, vocabulary):
   `TransformerDecoder`, at lengths of 256 to 8,192 tokens.
 - `long`: 16,384 tokens, which a stack of KerasHub's can't hold here.
 - `window`: a window of 256 at 8,192 and 16,384 tokens.
-- `loss`: the chunked loss against Keras' own, at 4,096 tokens and 50,257 words.
 - `layer`: attention alone, forward and backward, against
   `keras.ops.dot_product_attention` at 256, 1,024 and 4,096 tokens.
 
 Each measurement runs in a process of its own, one after another, round after round,
 because the speed of a machine drifts. Time is the median of the steps of a process,
 the first two left out; memory is by how much the peak of the process exceeds what it
-held when the model was built. A ratio compares what ran in the same round. XLA is
-tried on and off for both sides in `step`, and each is taken at its faster one.
+held when the model was built. A ratio compares what ran in the same round. At 256
+tokens of `step` XLA is tried on and off for both sides, and each is taken at its
+faster one; longer ones run without, as Keras chooses by itself on a CPU.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def keras_tx_decoder(sizes, **options):
     window = options.pop("window", None)
     implementation = options.pop("implementation", "auto")
 
-    def block(index):
+    def block():
         attention = tx.MultiHead(
             heads,
             causal=True,
@@ -85,8 +85,8 @@ def keras_tx_decoder(sizes, **options):
     embedding = tx.TokenEmbedding(vocab_size, dim)
     x = embedding(tokens)
     x = tx.LearnedPosition(length)(x)
-    for index in range(layers):
-        x = block(index)(x)
+    for _ in range(layers):
+        x = block()(x)
     x = keras.layers.LayerNormalization()(x)
     return keras.Model(tokens, keras.layers.Dense(vocab_size)(x))
 

@@ -240,10 +240,11 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
                 bias=bias,
                 dropout=drop and (self.dropout, self.seed_generator.next()),
             )
-        if mixed is not None and not return_attention_scores:
-            return mixed
         if mixed is not None:
-            # Asking for scores doesn't change the output, in no bit.
+            if not return_attention_scores:
+                return mixed
+            # Asking for scores doesn't change the output, in no bit, and the
+            # weights are those before dropout.
             drop = None
         written_out, weights = kernels.dense(
             query,

@@ -1,5 +1,6 @@
 """Checks of arguments: what arrived, what was expected, the remedy."""
 
+import functools
 import inspect
 import math
 import numbers
@@ -179,6 +180,11 @@ def integers(name, x, meaning):
     return ops.cast(x, "int32")
 
 
+@functools.cache
+def _argument_names(call):
+    return list(inspect.signature(call).parameters)[1:]
+
+
 def given_by_name(call, args, skip):
     """Names what came by place and is not `None`.
 
@@ -190,7 +196,7 @@ def given_by_name(call, args, skip):
         args: What came by place, without `self`.
         skip: Number of arguments at the start that stay in place.
     """
-    names = list(inspect.signature(call).parameters)[1:]
+    names = _argument_names(call)
     if len(args) > len(names):
         raise ValueError(
             f"`{call.__qualname__}` takes {len(names)} arguments: "

@@ -11,6 +11,8 @@ import warnings
 import keras
 from keras import ops
 
+from keras_tx import masks
+
 # Far below any score, far above the smallest float32: a softmax over a row that
 # is masked throughout stays finite, and so does its gradient.
 MASKED_SCORE = -1e30
@@ -261,9 +263,7 @@ def held(
         bias = ops.cast(bias, "float32")
         while len(bias.shape) < 4:
             bias = bias[None]
-        rows, heads = bias.shape[0], bias.shape[1]
-        split = (num_kv_heads, groups) if heads == num_heads else (1, 1)
-        bias = ops.reshape(bias, (rows, *split, *bias.shape[2:]))
+        bias = _grouped(bias, num_kv_heads, groups)
 
     def scores_of(key, allowed, bias):
         result = einsum_float32("bkqh,bksh->bkqs", grouped, key)
@@ -498,6 +498,8 @@ def blockwise(
         # 0 x NaN is NaN still: what no query sees is zeroed before it is mixed.
         key = ops.where(seen[:, :, None, None], key, 0.0)
         value = ops.where(seen[:, :, None, None], value, 0.0)
+    # Scaled in float32 at least, as the scores of `dense` are.
+    query = ops.cast(query, "float64" if _name(dtype) == "float64" else "float32")
     # (B, T, N, H) -> (B, K, G, T, H): a key head and the queries that share it.
     query = ops.reshape(query * scale, (batch, length, num_kv_heads, groups, head_dim))
     query = ops.transpose(query, (0, 2, 3, 1, 4))
@@ -506,10 +508,7 @@ def blockwise(
     if bias is not None:
         while len(bias.shape) < 4:
             bias = bias[None]
-        rows, heads = bias.shape[0], bias.shape[1]
-        split = (num_kv_heads, groups) if heads == num_heads else (1, 1)
-        shape = (batch if rows is None else rows, *split, *_sizes(bias)[2:])
-        bias = ops.reshape(bias, shape)
+        bias = _grouped(bias, num_kv_heads, groups)
     work = _Blocks(mask, num_kv_heads, groups, length, num_keys, soft_cap, dropout)
     mixed = work(query, key, value, bias)
     mixed = ops.transpose(mixed, (0, 3, 1, 2, 4))
@@ -567,7 +566,7 @@ class _Blocks:
     def weights(self, block, query, key, bias, constants):
         """Returns weights, scores before the cap's slope, and what was dropped."""
         start, size, low, width = block
-        keys = key[:, :, low : low + width]
+        keys = ops.cast(key[:, :, low : low + width], query.dtype)
         queries = query[:, :, :, start : start + size]
         shape = (*_sizes(queries)[:4], width)
         flat = _flat(queries)
@@ -602,12 +601,7 @@ class _Blocks:
         for _ in mask.keys:
             parts.append(constants.pop(0)[:, None, None, None, low : low + width])
         for _ in mask.pairs:
-            pairs = constants.pop(0)
-            rows = _sizes(pairs)[0]
-            split = (1, 1)
-            if pairs.shape[1] != 1:
-                split = (self.num_kv_heads, self.groups)
-            pairs = ops.reshape(pairs, (rows, *split, *_sizes(pairs)[2:]))
+            pairs = _grouped(constants.pop(0), self.num_kv_heads, self.groups)
             parts.append(_cut(pairs, block))
         if mask.segments is not None:
             ids = constants.pop(0)
@@ -615,10 +609,7 @@ class _Blocks:
             parts.append(same[:, None, None])
         if mask.causal or mask.window is not None:
             parts.append(mask.band(block, self.length, self.num_keys, zero))
-        combined = None
-        for part in parts:
-            combined = part if combined is None else ops.logical_and(combined, part)
-        return combined
+        return masks.all_of(parts)
 
     def forward(self, tensors, constants):
         query, key, value, *bias = tensors
@@ -694,6 +685,13 @@ class _Sum:
             )
 
 
+def _grouped(x, num_kv_heads, groups):
+    """Splits heads: `(1|B, 1|N, t, s)` -> `(1|B, 1|K, 1|G, t, s)`."""
+    rows, heads, *rest = _sizes(x)
+    split = (1, 1) if heads == 1 else (num_kv_heads, groups)
+    return ops.reshape(x, (rows, *split, *rest))
+
+
 def _flat(x):
     """Merges what shares a key head: `(B, K, G, q, s)` -> `(B, K, G q, s)`."""
     batch, heads, groups, length, last = _sizes(x)
@@ -765,7 +763,7 @@ def _after(previous, *tensors):
         # of 0, unless the last block begins with one not-a-number out of millions.
         import jax
 
-        first = jax.numpy.reshape(previous[0], (-1,))[0].astype("float32")
+        first = jax.numpy.reshape(previous[0], (-1,))[:1].sum().astype("float32")
         rare = jax.lax.bitcast_convert_type(first, "int32") == 0x7FC12345
         return tuple(
             x + rare.astype(x.dtype) if len(x.shape) == 5 else x for x in tensors
@@ -783,7 +781,7 @@ def _zero(x):
         return 0
     import tensorflow as tf
 
-    one = tf.cast(tf.reshape(x, (-1,))[0], tf.float32)
+    one = tf.cast(tf.reduce_sum(tf.reshape(x, (-1,))[:1]), tf.float32)
     return tf.bitwise.bitwise_and(tf.bitcast(one, tf.int32), 0)
 
 
@@ -823,6 +821,8 @@ def _with_gradient(forward, backward, tensors, constants):
     import torch
 
     class Run(torch.autograd.Function):
+        """The two as torch wants them."""
+
         @staticmethod
         def forward(ctx, *inputs):
             result = forward(inputs[:count], inputs[count:])

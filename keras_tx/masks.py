@@ -5,6 +5,7 @@ rank 4 is `(B, 1 or N, T, S)`. All masks combine by AND.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -72,10 +73,7 @@ class Mask:
         """
         parts = list(self.keys)
         parts += [ops.any(pairs, axis=(1, 2)) for pairs in self.pairs]
-        combined = None
-        for part in parts:
-            combined = part if combined is None else ops.logical_and(combined, part)
-        return combined
+        return all_of(parts)
 
     def band(self, block, num_queries, num_keys, zero=0):
         """Returns causality and window of one block, boolean `(q, s)`.
@@ -106,10 +104,12 @@ class Mask:
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None, :]
             parts.append(same[:, None])
-        combined = None
-        for part in parts:
-            combined = part if combined is None else ops.logical_and(combined, part)
-        return combined
+        return all_of(parts)
+
+
+def all_of(parts):
+    """Returns where all of some booleans hold, or `None` for none at all."""
+    return functools.reduce(ops.logical_and, parts) if parts else None
 
 
 def band(num_queries, num_keys, causal, window=None, offset=None):

@@ -138,6 +138,21 @@ def test_what_no_query_sees_may_be_not_a_number():
     assert np.isfinite(output).all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_rows_at_all_give_no_rows(masked):
+    layer = tx.ScaledAttention(causal=True, implementation="blockwise")
+    query, key, value = (x[:0] for x in heads())
+    mask = np.ones((0, 13), bool) if masked else None
+    output = layer(query, key=key, value=value, key_mask=mask)
+    assert tuple(output.shape) == (0, 13, HEADS, VALUE_DIM)
+    found, _ = gradients(
+        layer,
+        lambda query: ops.sum(layer(query, key=key, value=value, key_mask=mask)),
+        query,
+    )
+    assert found[0].shape == (0, 13, HEADS, DIM)
+
+
 def test_dropout_drops_weights_and_its_gradient_knows_which():
     """With one-hot values the output is the weights themselves."""
     length = 13

@@ -399,12 +399,14 @@ def test_an_encoder_decoder_learns_to_reverse():
     target, answer = tx.next_token(whole)
     keras.utils.set_random_seed(2)
     model = tx.encoder_decoder(start + 1, 32, 1, 4, pad_id=0)
-    model.compile(keras.optimizers.Adam(0.01), cross_entropy(), metrics=["accuracy"])
+    # Slower towards the end, or a last step may undo what was learnt.
+    rate = keras.optimizers.schedules.CosineDecay(0.01, decay_steps=250)
+    model.compile(keras.optimizers.Adam(rate), cross_entropy(), metrics=["accuracy"])
     inputs = {"source": source[:500], "target": target[:500]}
-    model.fit(inputs, answer[:500], batch_size=50, epochs=20, verbose=0)
+    model.fit(inputs, answer[:500], batch_size=50, epochs=25, verbose=0)
     held_out = {"source": source[500:], "target": target[500:]}
     found = model.evaluate(held_out, answer[500:], verbose=0, return_dict=True)
-    assert found["accuracy"] >= 0.95
+    assert found["accuracy"] >= 0.99
 
 
 class Stack(keras.Model):

@@ -62,6 +62,7 @@ def test_a_command_is_one_line_in_a_block_of_its_own(name):
 
 def test_links_within_the_repository_lead_somewhere():
     links = re.findall(r"\]\(([^)\s]+)\)", README)
+    links += re.findall(r'src="([^"]+)"', README)
     inner = [link for link in links if "://" not in link]
     assert inner
     for link in inner:

@@ -571,8 +571,11 @@ def spread(values):
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def outcome(runs, window=None):
-    """Returns mean and deviation in words, and how many diverged."""
+def outcome(runs, window=None, most=0):
+    """Returns mean and deviation in words, and how many diverged.
+
+    Where there are fewer runs than `most`, it says how many.
+    """
     if not runs:
         return ""
     values = losses(runs)
@@ -580,14 +583,18 @@ def outcome(runs, window=None):
         values = [run["longer"][window] for run in runs if window in run["longer"]]
     told = []
     if values:
-        told.append(f"{statistics.mean(values):.3f}")
+        mean = statistics.mean(values)
+        digits = 3 if mean < 10 else 1 if mean < 100 else 0
+        told.append(f"{mean:.{digits}f}")
         if len(values) > 1:
-            told[0] += f" ± {spread(values):.3f}"
-        if statistics.mean(values) > runs[0]["unigram"] - 0.05:
+            told[0] += f" ± {spread(values):.{digits}f}"
+        if mean > runs[0]["unigram"] - 0.05:
             told[0] += " †"
     lost = sum(math.isnan(run["loss"]) for run in runs)
     if lost:
         told.append(f"{lost} of {len(runs)} diverged")
+    if len(runs) < most:
+        told.append(f"{len(runs)} run{'s' * (len(runs) > 1)}")
     return ", ".join(told)
 
 
@@ -613,6 +620,7 @@ def table(rows):
     """Returns the tables of what was found."""
     cells = by_cell(rows)
     lines, shown = [], set()
+    most = max(map(len, cells.values()))
     norms = ("pre", "post", "sandwich", "none")
     grid = {
         (norm, warmup): [norm_cell(norm, rate, warmup) for rate in RATES]
@@ -621,32 +629,34 @@ def table(rows):
     }
     grid = {key: names for key, names in grid.items() if set(names) & set(cells)}
     if grid:
-        rates = " | ".join(f"rate {rate:g}" for rate in RATES)
-        lines += [f"| norm | warm-up | {rates} |", "|---" * (2 + len(RATES)) + "|"]
+        body = [["norm", "warm-up", *(f"rate {rate:g}" for rate in RATES)]]
         for (norm, warmup), names in grid.items():
-            found = " | ".join(outcome(cells.get(cell, [])) for cell in names)
-            lines.append(f"| {norm} | {format_value(warmup)} | {found} |")
+            found = [outcome(cells.get(cell, []), most=most) for cell in names]
+            body.append([norm, format_value(warmup), *found])
             shown |= set(names) - {"base"}
-        lines.append("")
+        lines += [*aligned(body), ""]
     rest = [cell for cell in cells if cell not in shown and not is_longer(cells[cell])]
     if rest:
-        lines += ["| what differs | loss | against the base |", "|---|---|---|"]
+        body = [["what differs", "loss", "against the base"]]
         for cell in rest:
             difference = "" if cell == "base" else against_base(cells, cell)
-            lines.append(f"| {cell} | {outcome(cells[cell])} | {difference} |")
-        lines.append("")
+            body.append([cell, outcome(cells[cell], most=most), difference])
+        lines += [*aligned(body), ""]
     longer = [cell for cell in cells if is_longer(cells[cell])]
     if longer:
         tested = sorted({w for c in longer for run in cells[c] for w in run["longer"]})
-        at = " | ".join(f"at {w}" for w in tested)
-        lines += [f"| trained at {SIZE['window']} | {at} |"]
-        lines += ["|---" * (1 + len(tested)) + "|"]
-        for cell in longer:
-            runs = cells[cell]
-            found = " | ".join(outcome(runs, w) for w in tested)
-            lines.append(f"| {cell} | {found} |")
-        lines.append("")
+        body = [[f"trained at {SIZE['window']}", *(f"at {w}" for w in tested)]]
+        body += [[c, *(outcome(cells[c], w, most) for w in tested)] for c in longer]
+        lines += [*aligned(body), ""]
     return "\n".join([*lines, conditions_in_words(rows)])
+
+
+def aligned(body):
+    """Returns the lines of a table in Markdown, its first row being the header."""
+    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in body]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return [lines[0], rule, *lines[1:]]
 
 
 def is_longer(runs):
@@ -655,14 +665,15 @@ def is_longer(runs):
 
 def conditions_in_words(rows):
     """Returns what the numbers are, and under what they were measured."""
-    seeds = sorted({len(runs) for runs in by_cell(rows).values()})
-    minutes = sum(row["seconds"] for row in rows) / 60
+    seeds = {len(runs) for runs in by_cell(rows).values()}
+    few = ", or as many as stand beside them" if len(seeds) > 1 else ""
+    minutes = sum(row["cpu_seconds"] for row in rows) / 60
     return (
         "Held-out cross-entropy in nats per character, mean ± standard deviation over "
-        f"{' or '.join(map(str, seeds))} seeds; † is no better than how frequent each "
+        f"{max(seeds)} seeds{few}; † is no better than how frequent each "
         f"character is ({rows[0]['unigram']:.3f}; behind the one before, "
-        f"{rows[0]['bigram']:.3f}). {len(rows)} runs in {minutes:.0f} minutes on "
-        f"{os.cpu_count()} CPU cores. {rows[0]['conditions']}."
+        f"{rows[0]['bigram']:.3f}). {len(rows)} runs took {minutes:.0f} minutes of CPU "
+        f"time, what they compiled included. {rows[0]['conditions']}."
     )
 
 
@@ -701,13 +712,13 @@ def new_figure(width, height):
 
 def mark_guesses(axes, rows, along):
     """Draws what a unigram and a bigram reach."""
-    for guess in ("unigram", "bigram"):
+    for guess, place in (("unigram", 0.25), ("bigram", 0.75)):
         value = rows[0][guess]
         if along == "y":
             axes.axhline(value, color="grey", linewidth=0.8, linestyle=":")
             axes.annotate(
                 guess,
-                (0.25, value),
+                (place, value),
                 xycoords=("axes fraction", "data"),
                 xytext=(0, 2),
                 textcoords="offset points",
@@ -740,7 +751,8 @@ def in_short(runs):
     lost = f"{len(runs) - len(values)}/{len(runs)} nan"
     if not values:
         return lost
-    mean = f"{statistics.mean(values):.1f}"
+    mean = statistics.mean(values)
+    mean = f"{mean:.{1 if mean < 100 else 0}f}"
     return mean if len(values) == len(runs) else f"{mean}, {lost}"
 
 
@@ -874,6 +886,7 @@ def draw_curves(rows, shown):
     cells = by_cell(rows)
     figure = new_figure(8, 4)
     axes = figure.add_subplot()
+    lowest = 5.0
     for cell, (label, color) in shown.items():
         curves = [run["curve"] for run in cells.get(cell, ())]
         if not curves:
@@ -882,12 +895,14 @@ def draw_curves(rows, shown):
         curves = np.array([c + [math.nan] * (longest - len(c)) for c in curves])
         steps = per_point(rows) * np.arange(1, longest + 1)
         mean, low, high = (f(curves, axis=0) for f in (np.mean, np.min, np.max))
+        lowest = min(lowest, np.nanmin(low))
+        if np.nanmin(mean) > 5:
+            label += " (above the frame)"
         axes.plot(steps, mean, color=color, label=label, linewidth=1.5)
         axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set_xlim(left=0)
-    # What explodes leaves the frame above.
-    low, high = axes.get_ylim()
-    axes.set_ylim(max(low, 0), min(high, 5))
+    # What explodes stays above the frame.
+    axes.set_ylim(lowest - 0.1, 5)
     axes.set_xlabel("steps")
     axes.set_ylabel("training loss, nats per character")
     axes.legend(frameon=False, fontsize="small")

@@ -3,6 +3,7 @@
     python benchmarks/generation.py                  # all that is installed
     python benchmarks/generation.py --quick          # the small model only
     KERAS_BACKEND=jax python benchmarks/generation.py
+    python benchmarks/generation.py --memory         # what calls leave behind
 
 Each contestant runs in a process of its own, one after another, on weights of
 the same shapes: greedy, prompt 16, to the full length, no stop token. "first" is
@@ -14,10 +15,12 @@ in their values: speed does not depend on them.
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 PROMPT = 16
@@ -35,11 +38,11 @@ def prompts(batch, vocab_size):
     return np.random.default_rng(0).integers(1, vocab_size, (batch, PROMPT), "int32")
 
 
-def ours(layers, dim, heads, vocab_size, length, batch):
+def gpt2(layers, dim, heads, vocab_size, length):
     """GPT-2's shape in keras_tx."""
     import keras_tx as tx
 
-    model = tx.decoder(
+    return tx.decoder(
         vocab_size,
         dim,
         layers,
@@ -51,6 +54,13 @@ def ours(layers, dim, heads, vocab_size, length, batch):
         position="learned",
         max_length=length,
     )
+
+
+def ours(layers, dim, heads, vocab_size, length, batch):
+    """GPT-2 in keras_tx."""
+    import keras_tx as tx
+
+    model = gpt2(layers, dim, heads, vocab_size, length)
     tokens = prompts(batch, vocab_size)
     return lambda: tx.generate(model, tokens, length - PROMPT)
 
@@ -147,6 +157,91 @@ def measure(contestant, case):
     print(json.dumps({"first": first, "next": best}))
 
 
+# ----------------------------------------------------------------------------
+# Memory
+# ----------------------------------------------------------------------------
+
+
+def held():
+    """Megabytes that this process has in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def peak_of(run):
+    """Calls a function; returns the most that was held meanwhile."""
+    done, most = threading.Event(), [held()]
+
+    def watch():
+        while not done.wait(0.002):
+            most[0] = max(most[0], held())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        run()
+    finally:
+        done.set()
+        watcher.join()
+    return most[0]
+
+
+def memory_of_weights():
+    """What a model and two calls hold, at GPT-2's size."""
+    import keras_tx as tx
+
+    layers, dim, heads, vocab_size, *_ = CASES["GPT-2, batch 1"]
+    # What the backend needs for itself: a model of the same layers, but narrow.
+    ours(layers, 4 * heads, heads, 64, 64, 1)()
+    before = held()
+    model = gpt2(layers, dim, heads, vocab_size, 64)
+    weights = 4 * model.count_params() / 1e6
+    gc.collect()
+    built = held()
+
+    def run():
+        tx.generate(model, prompts(1, vocab_size), 48)
+
+    first = peak_of(run)
+    gc.collect()
+    after = held()
+    second = peak_of(run)
+    print(f"weights {weights:.0f} MB; this process, in multiples of them:")
+    rows = {
+        "built": built - before,
+        "most in the first call, which compiles": first - before,
+        "behind it": after - before,
+        "most in the second call": second - before,
+    }
+    for name, megabytes in rows.items():
+        print(f"  {name:40}{megabytes / weights:6.2f}", flush=True)
+
+
+def memory_of_calls(calls=500):
+    """What a process holds behind many calls that differ."""
+    import numpy as np
+
+    import keras_tx as tx
+
+    model = tx.decoder(64, 64, 2, 4)
+    rng = np.random.default_rng(0)
+    marks = {}
+    for call in range(1, calls + 1):
+        prompt = rng.integers(0, 64, rng.integers(1, 60)).tolist()
+        tx.generate(
+            model,
+            prompt,
+            int(rng.integers(1, 40)),
+            sampler=float(rng.uniform(0.5, 1.5)),
+            stop_tokens=int(rng.integers(64)),
+        )
+        if call % (calls // 5) == 0:
+            gc.collect()
+            marks[call] = held()
+    line = ", ".join(f"{size:.1f} MB after {call}" for call, size in marks.items())
+    print(f"calls of a small model: {line}")
+
+
 def in_its_own_process(contestant, case):
     command = [sys.executable, __file__, "--measure", contestant, "--case", case]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -161,12 +256,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the small model only")
     parser.add_argument("--case", choices=CASES, help="one case only")
+    parser.add_argument("--memory", action="store_true", help="memory, not time")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         measure(options.measure, options.case)
         return
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    if options.memory:
+        print(f"backend {backend}")
+        memory_of_calls()
+        memory_of_weights()
+        return
     print(f"backend {backend}, {os.cpu_count()} CPU cores, greedy, prompt {PROMPT}")
     print(f"{'':18}{'':14}{'first s':>9}{'next s':>9}{'tokens/s':>10}{'ratio':>8}")
     for case, (*_, length, batch, _calls) in CASES.items():

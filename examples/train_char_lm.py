@@ -361,21 +361,17 @@ def cross_entropy(model, ids, first, window, stride, batch=64):
 def write(model, prompt, count, window, temperature, seed):
     """Returns `count` sampled ids behind those of `prompt`.
 
-    One full forward pass over the last window for each character, always of one
-    shape, so that it is compiled once.
+    The model never saw more than a window, and what it says further on is worth
+    less; with learned positions it has none there. So it fills a window, and then
+    goes on from the second half of it.
     """
-    rng = np.random.default_rng(seed)
     ids = list(prompt)
-    for _ in range(count):
-        known = ids[-window:]
-        # What stands behind the known characters doesn't matter: no character
-        # sees a later one.
-        row = np.zeros((1, window), "int32")
-        row[0, : len(known)] = known
-        logits = np.asarray(model.predict_on_batch(row), "float64")
-        logits = logits[0, len(known) - 1] / temperature
-        chances = np.exp(logits - logits.max())
-        ids.append(int(rng.choice(len(chances), p=chances / chances.sum())))
+    while len(ids) < len(prompt) + count:
+        known = ids[-(window // 2) :]
+        left = len(prompt) + count - len(ids)
+        new = min(window - len(known), left)
+        text = tx.generate(model, known, new, sampler=temperature, seed=seed)
+        ids += text[len(known) :]
     return ids[len(prompt) :]
 
 

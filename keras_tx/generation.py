@@ -573,6 +573,9 @@ def _plan_of(model, has_source, target, output):
             f"{type(model).__name__}). `keras.Sequential([layer, ...])` makes one "
             "of layers."
         )
+    if keras.backend.backend() == "jax":
+        # While it trains, the newest weights are the trainer's.
+        model.jax_state_sync()
     with _lock:
         plans = model.__dict__.get(_PLANS)
         if plans is None:
@@ -580,11 +583,13 @@ def _plan_of(model, has_source, target, output):
             # Not as a tracked attribute: it is no part of the model.
             object.__setattr__(model, _PLANS, plans)
         key = (has_source, target, output)
-        variables = model.variables
         plan = plans.get(key)
-        # Quantising, enabling LoRA and the like put other variables in place.
-        if plan is None or not _same_objects(plan.variables, variables):
+        # Quantising, enabling LoRA, `Sequential.add` and the like put other
+        # variables or layers in place.
+        if plan is None or not plan.is_of_now():
             plan = plans[key] = _Plan(model, has_source, target, output)
+            if plan.kind == "whole" and not model.built:
+                _without_gradients(plan.probe)(None)
         return plan
 
 
@@ -602,7 +607,6 @@ class _Plan:
         self.vocab_size = None
         self.checked = False
         self.strict = True
-        self.variables = list(model.variables)
         inputs = _inputs_by_name(model)
         self.inputs = inputs
         self.target = _find_target(inputs, target, has_source)
@@ -633,22 +637,7 @@ class _Plan:
                     f"that is continued is '{self.target}', or say which with "
                     "`target=`."
                 )
-        self.layers = (
-            self.decoder.layers() if self.kind == "split" else _all_layers(model)
-        )
-        self.remat = [x for x in self.layers if getattr(x, "_remat_mode", None)]
-        embeddings = [x for x in self.layers if isinstance(x, TokenEmbedding)]
-        tables = embeddings or [
-            x
-            for x in self.layers
-            if isinstance(x, (keras.layers.Embedding, keras.layers.ReversibleEmbedding))
-        ]
-        self.num_tokens = max((x.input_dim for x in tables), default=None)
-        pads = [x.pad_id for x in embeddings if x.pad_id is not None]
-        pads += [0 for x in tables if getattr(x, "mask_zero", False)]
-        self.pad_id = pads[0] if pads else None
-        self.max_length = self._limit(self.layers)
-        self.source_limit = self._limit(_all_layers(model))
+        self._look_up()
 
     @staticmethod
     def _limit(layers):
@@ -708,6 +697,35 @@ class _Plan:
             target_nodes, [target, *others.values(), *border], [logits]
         )
 
+    def _look_up(self):
+        """Notes variables and layers, and what they say of the tokens."""
+        self.variables = list(self.model.variables)
+        self.parts = list(self.model._flatten_layers())
+        self.layers = (
+            self.decoder.layers() if self.kind == "split" else _all_layers(self.model)
+        )
+        self.remat = [
+            x for x in (self.model, *self.layers) if getattr(x, "_remat_mode", None)
+        ]
+        embeddings = [x for x in self.layers if isinstance(x, TokenEmbedding)]
+        tables = embeddings or [
+            x
+            for x in self.layers
+            if isinstance(x, (keras.layers.Embedding, keras.layers.ReversibleEmbedding))
+        ]
+        self.num_tokens = max((x.input_dim for x in tables), default=None)
+        pads = [x.pad_id for x in embeddings if x.pad_id is not None]
+        pads += [0 for x in tables if getattr(x, "mask_zero", False)]
+        self.pad_id = pads[0] if pads else None
+        self.max_length = self._limit(self.layers)
+        self.source_limit = self._limit(_all_layers(self.model))
+
+    def is_of_now(self):
+        """Whether the model has the variables and layers that it had."""
+        return _same_objects(self.variables, self.model.variables) and _same_objects(
+            self.parts, self.model._flatten_layers()
+        )
+
     # Arguments
 
     def check_tokens(self, name, rows):
@@ -762,7 +780,6 @@ class _Plan:
             else:
                 source = [source]
             encoded = self.encoder(source)
-        self.memory_structure = encoded
         tensors = keras.tree.flatten(encoded)
         found = [masks.implicit(x) for x in tensors]
         self.memory_structure = keras.tree.map_structure(lambda x: 0, encoded)
@@ -830,7 +847,7 @@ class _Plan:
             one = source
             if source is not None:
                 one = keras.tree.map_structure(lambda x: x[:1], source)
-            _without_gradients(self._compare if check else self._probe)(one)
+            _without_gradients(self._compare if check else self.probe)(one)
             self.checked = self.checked or check
 
     def _refuse_mixers(self):
@@ -852,13 +869,12 @@ class _Plan:
             "pass check=False."
         )
 
-    def _probe(self, source):
+    def probe(self, source):
         """Builds the model, if its first call does, and learns V."""
         tokens = ops.convert_to_tensor(np.zeros((1, 2), "int32"))
         logits = self.forward(tokens, self._encode_eagerly(source))
         self.vocab_size = int(logits.shape[-1])
-        if not self.variables:
-            self.variables = list(self.model.variables)
+        self._look_up()
 
     def _encode_eagerly(self, source):
         if source is None:
@@ -868,7 +884,7 @@ class _Plan:
     def _compare(self, source):
         """Compares one full forward pass with prompt, two and one tokens."""
         if self.num_tokens is None or not self.model.built:
-            self._probe(source)
+            self.probe(source)
         length = min(8, self.max_length or 8)
         bound = self.num_tokens or self.vocab_size
         tokens = np.random.default_rng(0).integers(0, bound, (1, length))
@@ -1383,6 +1399,7 @@ def _spec(memory):
 
 
 def _same_objects(first, second):
+    second = list(second)
     return len(first) == len(second) and all(
         a is b for a, b in zip(first, second, strict=True)
     )

@@ -9,6 +9,7 @@ features the second time.
 """
 
 import contextlib
+import threading
 
 import keras
 from keras import ops
@@ -60,17 +61,32 @@ def _is_features(x):
     return ops.is_tensor(x) and keras.backend.is_float_dtype(x.dtype)
 
 
+_lock = threading.Lock()
+_switched_off: dict[int, list] = {}  # by id: the layer's mode, and how many want it off
+
+
 @contextlib.contextmanager
 def without(layers):
-    """Switches rematerialisation off in some layers for a while."""
-    modes = [(layer, layer._remat_mode) for layer in layers]
-    for layer, _ in modes:
-        layer._remat_mode = None
+    """Switches rematerialisation off in some layers for a while.
+
+    Threads may do so at once: the last one to leave brings the mode back.
+    """
+    layers = list(layers)
+    with _lock:
+        for layer in layers:
+            entry = _switched_off.setdefault(id(layer), [layer._remat_mode, 0])
+            entry[1] += 1
+            layer._remat_mode = None
     try:
         yield
     finally:
-        for layer, mode in modes:
-            layer._remat_mode = mode
+        with _lock:
+            for layer in layers:
+                entry = _switched_off[id(layer)]
+                entry[1] -= 1
+                if entry[1] == 0:
+                    layer._remat_mode = entry[0]
+                    del _switched_off[id(layer)]
 
 
 @contextlib.contextmanager

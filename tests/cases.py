@@ -181,8 +181,8 @@ CASES = {
     "case-50": Case(
         "huggingface/transformers#25420, #36536",
         "logits of a step are those of the whole, in half precision too",
-        ("test_cache.py::test_pieces_give_the_logits_of_the_whole",
-         "test_cache.py::test_half_precision_stays_within_a_hundredth_of_the_logits")),
+        ("test_cache.py::test_grid_of_pieces_gives_the_logits_of_the_whole",
+         "test_cache.py::test_half_precision_stays_near_the_whole_and_keeps_its_dtype")),
     # Shapes and positions
     "case-51": Case(
         "tensorflow/text#1122; tensorflow/tensorflow#37191",
@@ -217,7 +217,7 @@ CASES = {
         "keras-team/keras#18402",
         "grouped heads are heads repeated, in the cache too",
         ("test_attention.py::test_grouped_heads_equal_heads_repeated",
-         "test_cache.py::test_pieces_give_the_logits_of_the_whole",
+         "test_cache.py::test_grid_of_pieces_gives_the_logits_of_the_whole",
          "test_errors.py::test_what_cannot_be_made_is_refused")),
     "case-85": Case(
         "keras-team/keras-core#623",
@@ -227,7 +227,7 @@ CASES = {
     "case-61": Case(
         "lucidrains/x-transformers#311, #219",
         "token by token, in pieces and at once give the same logits",
-        ("test_cache.py::test_pieces_give_the_logits_of_the_whole",
+        ("test_cache.py::test_grid_of_pieces_gives_the_logits_of_the_whole",
          "test_generation.py::test_translations_follow_the_full_forward_pass")),
     "case-63": Case(
         "ml-explore/mlx-lm#93; pytorch/executorch#2010",

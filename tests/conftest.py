@@ -33,6 +33,14 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("quick")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--whole-grid",
+        action="store_true",
+        help="every combination of what generation reads in pieces: minutes",
+    )
+
+
 def pytest_configure(config):
     if keras.backend.backend() == "jax":
         keep_jax_compilations(str(config.cache.mkdir("jax")))

@@ -1,4 +1,13 @@
-"""A model read in pieces says what it says of the whole."""
+"""A model read in pieces says what it says of the whole.
+
+The whole grid of position, heads, window, context, padding and pieces, in three
+precisions, takes minutes and prints the largest differences:
+
+    pytest tests/test_cache.py -k grid --whole-grid -s
+"""
+
+import functools
+import itertools
 
 import keras
 import numpy as np
@@ -6,18 +15,23 @@ import pytest
 from keras import ops
 
 import keras_tx as tx
-from keras_tx import cache, kernels
+from keras_tx import cache, generation, kernels
 
 POSITIONS = {
+    "sinusoidal": lambda: "sinusoidal",
+    "learned": lambda: tx.LearnedPosition(60),
     "rotary": lambda: "rotary",
-    "scaled": lambda: tx.RotaryPosition(
+    "linear": lambda: tx.RotaryPosition(scaling=tx.LinearScaling(2.5)),
+    "ntk": lambda: tx.RotaryPosition(50, scaling=tx.NtkScaling(3.0)),
+    "yarn": lambda: tx.RotaryPosition(
         100,
         rotary_dim=2,
         scaling=tx.YarnScaling(4.0, original_max_length=8),
         layout="interleaved",
     ),
-    "sinusoidal": lambda: "sinusoidal",
-    "learned": lambda: tx.LearnedPosition(60),
+    "llama3": lambda: tx.RotaryPosition(
+        scaling=tx.Llama3Scaling(8.0, original_max_length=16)
+    ),
     "relative": lambda: tx.RelativePosition(
         4, num_buckets=8, max_distance=12, bidirectional=False
     ),
@@ -44,8 +58,16 @@ def left_padded(rows):
     return tokens, np.array([width - len(row) for row in rows], "int32")
 
 
-def in_pieces(model, tokens, pieces, starts, capacity=64):
-    """Returns the logits of tokens that arrive in pieces, as NumPy."""
+def in_pieces(run, tokens, pieces, starts, capacity=64):
+    """Returns the logits of tokens that arrive in pieces, as NumPy, and entries.
+
+    Args:
+        run: Function of tokens and a scope that opens it and returns logits.
+        tokens: Array `(B, T)`.
+        pieces: Lengths that sum to T.
+        starts: Array `(B,)`.
+        capacity: That of the scope.
+    """
     entries = owners = None
     column, logits = 0, []
     for piece in pieces:
@@ -58,11 +80,20 @@ def in_pieces(model, tokens, pieces, starts, capacity=64):
             entries=entries,
             owners=owners,
         )
-        with scope:
-            logits.append(ops.convert_to_numpy(model(part)))
+        logits.append(ops.convert_to_numpy(run(part, scope)))
         entries, owners = scope.entries, scope.owners
         column += piece
     return np.concatenate(logits, axis=1), entries
+
+
+def inside(model):
+    """Returns a function that runs a layer or model in a scope."""
+
+    def run(part, scope):
+        with scope:
+            return model(part)
+
+    return run
 
 
 def rows_of(*lengths):
@@ -81,31 +112,121 @@ def assert_rows_match(model, rows, logits, tolerance=1e-5):
         assert error <= tolerance * max(1.0, np.abs(expected).max())
 
 
-GROUPINGS = [(position, 2) for position in sorted(POSITIONS)]
-GROUPINGS += [("rotary", 4), ("rotary", 1), ("relative", 1)]
+# ----------------------------------------------------------------------------
+# The grid
+# ----------------------------------------------------------------------------
+
+HEADS = (4, 2, 1)  # keys' heads for 4 of queries
+WINDOWS = (None, 3)
+CONTEXTS = (False, True)
+PADDING = ("none", "left", "right")
+PIECES = {"one by one": [1] * 10, "pieces": [4, 3, 3], "at once": [10]}
+
+# Differences of logits, for logits up to 1 in size, else as a share of the largest.
+BOUNDS = {"float32": 1e-5, "mixed_float16": 5e-3, "mixed_bfloat16": 4e-2}
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize(("position", "num_kv_heads"), GROUPINGS)
-def test_pieces_give_the_logits_of_the_whole(
-    position, num_kv_heads, window, monkeypatch
-):
+def grid(whole):
+    """Yields position, heads, window, context, dtype and pairs of padding and pieces.
+
+    The part of it that always runs pairs each position with both windows and both
+    contexts, and these with all heads, all padding and all pieces.
+    """
+    pairs = list(itertools.product(PADDING, PIECES))
+    if whole:
+        axes = (POSITIONS, HEADS, WINDOWS, CONTEXTS, BOUNDS)
+        for cell in itertools.product(*axes):
+            yield (*cell, pairs)
+        return
+    for index, position in enumerate(POSITIONS):
+        for turn, window in enumerate(WINDOWS):
+            shift = index + turn
+            some = [pairs[3 * row + (row + shift) % 3] for row in range(3)]
+            context = CONTEXTS[shift % 2]
+            yield position, HEADS[shift % 3], window, context, "float32", some
+
+
+def pytest_generate_tests(metafunc):
+    if "cell" in metafunc.fixturenames:
+        cells = list(grid(metafunc.config.getoption("whole_grid")))
+        names = ["-".join(map(str, cell[:-1])) for cell in cells]
+        metafunc.parametrize("cell", cells, ids=names)
+
+
+def grid_model(position, num_kv_heads, window, context, dtype):
+    def block(index, cross=False):
+        def heads(window=None):
+            return tx.MultiHead(
+                4,
+                num_kv_heads=num_kv_heads,
+                attention=tx.ScaledAttention(window=window),
+                kernel_initializer=keras.initializers.RandomNormal(stddev=0.3),
+            )
+
+        crossing = heads() if cross else None
+        return tx.TransformerBlock(heads(window), 20, cross_attention=crossing)
+
+    options = {"position": POSITIONS[position](), "pad_id": 0, "dtype": dtype}
+    if context:
+        crossing = functools.partial(block, cross=True)
+        model = tx.encoder_decoder(
+            23, 16, 1, encoder_block=block, decoder_block=crossing, **options
+        )
+    else:
+        model = tx.decoder(23, 16, 2, block=block, **options)
+    # Logits of a size that tells tokens apart.
+    table = model.get_layer("embedding").embeddings
+    table.assign(np.random.default_rng(3).normal(size=table.shape) * 0.5)
+    return model
+
+
+def test_grid_of_pieces_gives_the_logits_of_the_whole(cell, monkeypatch):
+    *kind, pairs = cell
+    *_, num_kv_heads, window, context, dtype = kind
     monkeypatch.setattr(cache, "BLOCK", 2)  # a window of 3 is a ring of 4
-    model = language_model(position, num_kv_heads=num_kv_heads, window=window)
+    model = grid_model(*kind)
     rows = rows_of(10, 7, 3)
-    tokens, starts = left_padded(rows)
-    for pieces in ([10], [4, 3, 3], [2, *[1] * 8]):
-        logits, entries = in_pieces(model, tokens, pieces, starts)
-        assert_rows_match(model, rows, logits)
-        slots = 4 if window else 64
-        assert entries[0]["key"].shape == (3, num_kv_heads, slots, 4)
+    sources = np.array([[5, 6, 7, 8], [3, 4, 0, 0], [9, 1, 2, 0]], "int32")
+
+    def whole(row, source):
+        tokens = row[None]
+        inputs = {"source": source[None], "target": tokens} if context else tokens
+        return ops.convert_to_numpy(model(inputs)).astype("float64")[0]
+
+    expected = [whole(*pair) for pair in zip(rows, sources, strict=True)]
+    plan = generation._plan_of(model, context, None, None)
+    worst = 0.0
+    for padding, pieces in pairs:
+        count = 1 if padding == "none" else 3
+        memory = plan.encode(sources[:count] if context else None, False)
+        tokens = np.zeros((count, 10), "int32")
+        starts = np.zeros(count, "int32")
+        places = []
+        for index, row in enumerate(rows[:count]):
+            if padding == "left":
+                starts[index] = 10 - len(row)
+            places.append(slice(starts[index], starts[index] + len(row)))
+            tokens[index, places[-1]] = row
+        logits, entries = in_pieces(
+            lambda part, scope, memory=memory: plan.forward(part, memory, scope),
+            tokens,
+            PIECES[pieces],
+            starts,
+        )
+        slots = 64 if window is None else 4
+        assert entries[0]["key"].shape == (count, num_kv_heads, slots, 4)
+        for index, place in enumerate(places):
+            error = np.abs(logits[index, place] - expected[index]).max()
+            worst = max(worst, error / max(1.0, np.abs(expected[index]).max()))
+    print(f"largest difference {worst:.1e} of {kind}")
+    assert worst <= BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("position", sorted(POSITIONS))
 def test_the_step_behind_49_tokens_stands_at_position_49(position):
     model = language_model(position)
     (row,) = rows_of(50)
-    logits, _ = in_pieces(model, row[None], [49, 1], np.zeros(1, "int32"))
+    logits, _ = in_pieces(inside(model), row[None], [49, 1], np.zeros(1, "int32"))
     assert_rows_match(model, [row], logits)
 
 
@@ -115,7 +236,7 @@ def test_right_padding_changes_nothing_before_it():
     padded = np.zeros((2, 6), "int32")
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
-    logits, _ = in_pieces(model, padded, [2, 4], np.zeros(2, "int32"))
+    logits, _ = in_pieces(inside(model), padded, [2, 4], np.zeros(2, "int32"))
     for row, found in zip(rows, logits, strict=True):
         np.testing.assert_allclose(found[: len(row)], alone(model, row), atol=1e-5)
 
@@ -123,7 +244,9 @@ def test_right_padding_changes_nothing_before_it():
 def test_padding_tokens_inside_a_text_stay_masked():
     model = language_model(pad_id=0)
     row = np.array([4, 0, 7, 0, 0, 9, 2], "int32")
-    logits, entries = in_pieces(model, row[None], [2, 1, 1, 3], np.zeros(1, "int32"))
+    logits, entries = in_pieces(
+        inside(model), row[None], [2, 1, 1, 3], np.zeros(1, "int32")
+    )
     assert "valid" in entries[0]
     assert_rows_match(model, [row], logits)
 
@@ -138,7 +261,7 @@ def test_nan_of_padding_columns_reaches_no_row():
     embedding.embeddings.assign(table)
     tokens[1, :4] = 0
     # The tied head makes the logit of token 0 NaN; all others count.
-    logits, _ = in_pieces(model, tokens, [4, 1, 1], starts)
+    logits, _ = in_pieces(inside(model), tokens, [4, 1, 1], starts)
     assert np.isfinite(logits[1, 4:, 1:]).all()
     assert np.isfinite(logits[0, :, 1:]).all()
 
@@ -207,26 +330,8 @@ def test_attention_without_weights_is_cached_too():
     raw = tx.ScaledAttention(causal=True)
     x = np.random.default_rng(0).normal(size=(1, 6, 4)).astype("float32")
     expected = ops.convert_to_numpy(raw(x))
-    logits, _ = in_pieces_of_features(raw, x, (3, 1, 2))
+    logits, _ = in_pieces(inside(raw), x, (3, 1, 2), np.zeros(1, "int32"))
     np.testing.assert_allclose(logits, expected, atol=1e-6)
-
-
-def in_pieces_of_features(layer, x, pieces):
-    entries, column, found = None, 0, []
-    for piece in pieces:
-        part = ops.convert_to_tensor(x[:, column : column + piece])
-        scope = cache.Scope(
-            part,
-            column=column,
-            starts=np.zeros(len(x), "int32"),
-            capacity=64,
-            entries=entries,
-        )
-        with scope:
-            found.append(ops.convert_to_numpy(layer(part)))
-        entries = scope.entries
-        column += piece
-    return np.concatenate(found, axis=1), entries
 
 
 def test_a_layer_that_is_called_twice_has_two_entries():
@@ -245,18 +350,18 @@ def test_a_layer_that_is_called_twice_has_two_entries():
     twice = Twice()
     x = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
     expected = ops.convert_to_numpy(twice(x))
-    found, entries = in_pieces_of_features(twice, x, (3, 1, 1, 1))
+    found, entries = in_pieces(inside(twice), x, (3, 1, 1, 1), np.zeros(2, "int32"))
     assert len(entries) == 2
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
-def test_half_precision_stays_within_a_hundredth_of_the_logits(dtype):
+def test_half_precision_stays_near_the_whole_and_keeps_its_dtype(dtype):
     model = language_model(num_kv_heads=2, dtype=dtype)
     rows = rows_of(9, 4)
     tokens, starts = left_padded(rows)
-    logits, entries = in_pieces(model, tokens, [4, 1, 1, 3], starts)
-    assert_rows_match(model, rows, logits, tolerance=2e-2)
+    logits, entries = in_pieces(inside(model), tokens, [4, 1, 1, 3], starts)
+    assert_rows_match(model, rows, logits, tolerance=BOUNDS[dtype])
     expected = dtype.removeprefix("mixed_")
     assert keras.backend.standardize_dtype(entries[0]["key"].dtype) == expected
 

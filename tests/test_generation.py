@@ -1,5 +1,6 @@
 """Generated text is what full forward passes say, whatever the model and batch."""
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -11,7 +12,7 @@ import pytest
 from keras import ops
 
 import keras_tx as tx
-from keras_tx import cache, generation
+from keras_tx import cache, generation, remat
 
 VOCAB = 23
 
@@ -491,10 +492,11 @@ def test_streams_may_be_interleaved_and_left(lm):
         lm(np.array([[1, 2]], "int32"))  # a forward pass in between
         mixed.append((left, right))
     assert [list(x) for x in zip(*mixed, strict=True)] == [row[-6:] for row in whole]
-    left = tx.stream(lm, PROMPTS[0], 6, compile=False)
-    next(left)
-    left.close()
-    assert cache.scope() is None
+    for compile in (False, True):
+        left = tx.stream(lm, PROMPTS[0], 6, compile=compile)
+        next(left)
+        left.close()
+        assert cache.scope() is None
 
 
 def test_a_stream_checks_its_arguments_at_once(lm):
@@ -525,8 +527,12 @@ def test_an_exception_on_the_way_leaves_nothing_behind(lm):
     def fail(history):
         raise RuntimeError("on the way")
 
+    for compile in (False, True):
+        with pytest.raises(RuntimeError):
+            tx.generate(lm, [5], 2, sampler=tx.Constrain(fail), compile=compile)
+        assert cache.scope() is None
     with pytest.raises(RuntimeError):
-        tx.generate(lm, [5], 2, sampler=tx.Constrain(fail), compile=False)
+        next(tx.stream(lm, [5], 2, sampler=tx.Constrain(fail), compile=False))
     assert cache.scope() is None
     assert tx.generate(lm, PROMPTS, 6)[1] == greedy(lm, PROMPTS[1], 6)
 
@@ -580,26 +586,119 @@ def test_functions_kept_are_bounded(lm, monkeypatch):
     assert len(plan.functions) <= 2
 
 
-def test_new_weights_are_used_at_once():
+def test_weights_that_change_are_those_of_the_next_call(tmp_path):
     model = language_model()
-    tx.generate(model, PROMPTS, 6)
-    rng = np.random.default_rng(0)
-    values = [rng.normal(size=w.shape).astype("float32") * 0.5 for w in model.weights]
-    model.set_weights(values)
-    assert tx.generate(model, PROMPTS, 6) == [greedy(model, row, 6) for row in PROMPTS]
+    texts = [tx.generate(model, PROMPTS, 6)]
 
+    def assert_newest_weights():
+        found = tx.generate(model, PROMPTS, 6)
+        assert found == [greedy(model, row, 6) for row in PROMPTS]
+        assert found not in texts
+        texts.append(found)
 
-def test_other_variables_are_used_at_once():
-    model = language_model()
-    before = tx.generate(model, PROMPTS, 6)
+    x = np.random.default_rng(0).integers(1, VOCAB, (8, 7)).astype("int32")
+    y = np.roll(x, -1, axis=1)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.05), loss)
+    while_training = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            while_training.append(tx.generate(model, PROMPTS, 6))
+
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[Look()])
+    assert_newest_weights()
+    assert while_training[-1] == texts[-1]
+    assert while_training[0] != texts[-1]
+
+    other = language_model()
     rng = np.random.default_rng(0)
+    other.set_weights([rng.normal(size=w.shape) * 0.5 for w in other.weights])
+    path = str(tmp_path / "other.weights.h5")
+    other.save_weights(path)
+    model.load_weights(path)
+    assert_newest_weights()
+
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.EinsumDense):
             layer.enable_lora(2)
             layer.lora_kernel_b.assign(rng.normal(size=layer.lora_kernel_b.shape))
-    found = tx.generate(model, PROMPTS, 6)
-    assert found == [greedy(model, row, 6) for row in PROMPTS]
-    assert found != before
+    assert_newest_weights()
+
+
+def test_quantized_weights_are_those_of_the_next_call():
+    model = language_model()
+    tx.generate(model, PROMPTS, 4, compile=False)
+    model.quantize("int8")
+    found = tx.generate(model, PROMPTS, 4)
+    assert found == [greedy(model, row, 4) for row in PROMPTS]
+    assert any("int8" in str(v.dtype) for v in model.variables)
+
+
+def test_layers_that_are_added_take_part_in_the_next_call():
+    model = sequential()
+    before = tx.generate(model, [5, 7], 3)
+    model.add(keras.layers.Rescaling(-1.0))
+    after = tx.generate(model, [5, 7], 3)
+    assert after == greedy(model, [5, 7], 3) != before
+
+
+def test_a_model_that_its_first_call_builds_is_known_whole():
+    embedding = tx.TokenEmbedding(VOCAB, 16)
+    embedding.build((None, None))
+
+    class Late(keras.Model):
+        def build(self, tokens_shape):
+            self.embedding = embedding
+            self.position = tx.LearnedPosition(8)
+            self.block = tx.TransformerBlock(2, 20, causal=True)
+            self.built = True
+
+        def call(self, tokens):
+            x = self.block(self.position(self.embedding(tokens)))
+            return self.embedding(x, reverse=True)
+
+    model = Late()
+    with pytest.raises(ValueError, match="8 positions"):
+        tx.generate(model, [5, 7], 7)
+    plan = generation._plan_of(model, False, None, None)
+    assert len(plan.variables) == len(model.variables) > 4
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_rematerialization_changes_no_text(inside):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.embedding = tx.TokenEmbedding(VOCAB, 16, pad_id=0)
+            heads = tx.MultiHead(2, position=tx.RotaryPosition())
+            self.block = tx.TransformerBlock(heads, 20, causal=True)
+
+        def call(self, tokens):
+            return self.embedding(self.block(self.embedding(tokens)), reverse=True)
+
+    with keras.RematScope(mode="full"):
+        model = Own()
+    modes = [layer._remat_mode for layer in model._flatten_layers()]
+    assert any(modes)
+    scope = keras.RematScope(mode="full") if inside else contextlib.nullcontext()
+    with scope:
+        found = tx.generate(model, PROMPTS, 4, compile=not inside)
+    assert found == [greedy(model, row, 4) for row in PROMPTS]
+    assert modes == [layer._remat_mode for layer in model._flatten_layers()]
+
+
+def test_threads_that_switch_rematerialization_off_bring_it_back():
+    with keras.RematScope(mode="full"):
+        layer = keras.layers.Dense(2)
+    mode = layer._remat_mode
+    first, second = remat.without([layer]), remat.without([layer])
+    first.__enter__()
+    second.__enter__()  # as another thread would, before the first one leaves
+    first.__exit__(None, None, None)
+    assert layer._remat_mode is None
+    second.__exit__(None, None, None)
+    assert layer._remat_mode == mode is not None
 
 
 def test_nothing_keeps_a_model_alive():

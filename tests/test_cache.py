@@ -15,7 +15,8 @@ import pytest
 from keras import ops
 
 import keras_tx as tx
-from keras_tx import cache, generation, kernels
+from keras_tx import cache, kernels
+from keras_tx.generation.plan import plan_of
 
 POSITIONS = {
     "sinusoidal": lambda: "sinusoidal",
@@ -194,7 +195,7 @@ def test_grid_of_pieces_gives_the_logits_of_the_whole(cell, monkeypatch):
         return ops.convert_to_numpy(model(inputs)).astype("float64")[0]
 
     expected = [whole(*pair) for pair in zip(rows, sources, strict=True)]
-    plan = generation._plan_of(model, context, None, None)
+    plan = plan_of(model, context, None, None)
     worst = 0.0
     for padding, pieces in pairs:
         count = 1 if padding == "none" else 3

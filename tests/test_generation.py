@@ -12,7 +12,9 @@ import pytest
 from keras import ops
 
 import keras_tx as tx
-from keras_tx import cache, generation, remat
+from keras_tx import cache, remat
+from keras_tx.generation import plan as plans
+from keras_tx.generation import sizes
 
 VOCAB = 23
 
@@ -102,7 +104,7 @@ def test_one_flat_prompt_gives_one_flat_text(lm):
 
 
 def test_long_prompts_are_read_in_pieces(lm, monkeypatch):
-    monkeypatch.setattr(generation, "PROMPT_CHUNK", 4)
+    monkeypatch.setattr(sizes, "PROMPT_CHUNK", 4)
     rows = [list(range(1, 12)), [3, 4, 5, 6, 7, 8]]
     expected = [greedy(lm, row, 3) for row in rows]
     assert tx.generate(lm, rows, 3, compile=False) == expected
@@ -560,7 +562,7 @@ def test_one_bucket_is_traced_once():
     if keras.backend.backend() == "torch":
         model = language_model()
         tx.generate(model, [5], 1)
-        plan = generation._plan_of(model, False, None, None)
+        plan = plans.plan_of(model, False, None, None)
         assert not plan.functions  # nothing is compiled, so nothing is traced
         return
     model = language_model()
@@ -579,8 +581,8 @@ def test_one_bucket_is_traced_once():
 
 
 def test_functions_kept_are_bounded(lm, monkeypatch):
-    monkeypatch.setattr(generation, "MAX_FUNCTIONS", 2)
-    plan = generation._Plan(lm, False, None, None)
+    monkeypatch.setattr(plans, "MAX_FUNCTIONS", 2)
+    plan = plans.Plan(lm, False, None, None)
     for index in range(9):
         plan.function(index, len, True)
     assert len(plan.functions) <= 2
@@ -661,7 +663,7 @@ def test_a_model_that_its_first_call_builds_is_known_whole():
     model = Late()
     with pytest.raises(ValueError, match="8 positions"):
         tx.generate(model, [5, 7], 7)
-    plan = generation._plan_of(model, False, None, None)
+    plan = plans.plan_of(model, False, None, None)
     assert len(plan.variables) == len(model.variables) > 4
 
 

@@ -10,7 +10,7 @@ from keras_tx.blocks import TransformerBlock  # noqa: E402
 from keras_tx.data import mask_tokens, next_token, pack  # noqa: E402
 from keras_tx.embeddings import LearnedSegment, TokenEmbedding  # noqa: E402
 from keras_tx.feed_forward import FeedForward, gelu_tanh  # noqa: E402
-from keras_tx.generation import generate, stream  # noqa: E402
+from keras_tx.generation import generate, prefill, stream  # noqa: E402
 from keras_tx.inspection import (  # noqa: E402
     AttentionHealth,
     attention_maps,
@@ -90,6 +90,7 @@ __all__ = [
     "next_token",
     "pack",
     "plot_attention",
+    "prefill",
     "save_pretrained",
     "stream",
 ]

@@ -47,6 +47,8 @@ class Held:
         columns: Optional integers `(S,)`, the column of each slot. `None`
             where slot and column are the same.
         filled: Number of leading slots worth reading, an integer or a scalar.
+        key_scale: Optional factors of the keys, `(B, K, S, 1)`.
+        value_scale: Optional factors of the values.
     """
 
     key: Any
@@ -54,12 +56,52 @@ class Held:
     allowed: Any
     columns: Any
     filled: Any
+    key_scale: Any = None
+    value_scale: Any = None
 
     def gather_bias(self, bias):
         """Returns a bias over columns `(..., C)` as one over slots `(..., S)`."""
         if bias is None or self.columns is None or bias.shape[-1] == 1:
             return bias
         return ops.take(bias, ops.maximum(self.columns, 0), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """How much of the past is kept, and how.
+
+    Args:
+        rings: Whether a window bounds what is kept; `spread` wants all of it.
+        slack: How many of the newest columns may be taken back, and written
+            once more by a later pass.
+        dtype: Dtype of keys and values, `"int8"` with a scale for each; `None`
+            is that in which they are computed.
+    """
+
+    rings: bool = True
+    slack: int = 0
+    dtype: str | None = None
+
+    def num_slots(self, capacity, window):
+        """Slots of an entry: the capacity, or a ring that a window bounds.
+
+        What is taken back has overwritten what stood a ring before; that must
+        have left the window.
+        """
+        if window is None or not self.rings:
+            return capacity
+        return min(capacity, -(-(window + self.slack) // BLOCK) * BLOCK)
+
+    def compress(self, name, x):
+        """Returns what is kept of keys or values, by name."""
+        if self.dtype is None:
+            return {name: x}
+        if self.dtype != "int8":
+            return {name: ops.cast(x, self.dtype)}
+        x = ops.cast(x, "float32")
+        scale = ops.max(ops.abs(x), axis=-1, keepdims=True) / 127.0  # (B, K, T, 1)
+        steps = ops.round(x / ops.where(scale > 0, scale, 1.0))
+        return {name: ops.cast(steps, "int8"), f"{name}_scale": scale}
 
 
 class Scope:
@@ -75,9 +117,12 @@ class Scope:
             makes the entries.
         owners: The `owners` of the first pass.
         strict: Whether self-attention that is not causal is refused.
+        kept: A `Kept`, the same in all passes.
+        num_positions: Optional number of positions that the model knows. Tokens
+            further on, which will be taken back, stand at the last one.
 
-    After the pass, `entries` holds what to hand to the next one and `owners`
-    the layers that made them.
+    After the pass, `entries` holds what to hand to the next one, `owners` the
+    layers that made them and `windows` theirs.
 
     Example:
 
@@ -103,6 +148,8 @@ class Scope:
         entries=None,
         owners=None,
         strict=True,
+        kept=Kept(),
+        num_positions=None,
     ):
         self.anchor = tokens
         self.length = int(tokens.shape[1])
@@ -111,8 +158,11 @@ class Scope:
         self.capacity = capacity
         self.first = entries is None
         self.strict = strict
+        self.kept = kept
+        self.num_positions = num_positions
         self.entries = []
         self.owners = []
+        self.windows = []
         self._before = entries
         self._before_owners = owners
         self._token = None
@@ -141,7 +191,10 @@ class Scope:
     def positions(self):
         """Positions of this pass's tokens in their rows, `(B, T)`; pads at 0."""
         columns = self.column + ops.arange(self.length, dtype="int32")
-        return ops.maximum(columns[None, :] - self.starts[:, None], 0)
+        positions = ops.maximum(columns[None, :] - self.starts[:, None], 0)
+        if self.num_positions is not None:
+            positions = ops.minimum(positions, self.num_positions - 1)
+        return positions
 
     @property
     def key_positions(self):
@@ -189,14 +242,15 @@ class Scope:
         # A NaN in a column that no query may see would pass through 0 x NaN.
         real = valid[:, :, None, None]
         new = {
-            "key": _heads_first(ops.where(real, key, 0.0)),
-            "value": _heads_first(ops.where(real, value, 0.0)),
+            **self.kept.compress("key", _heads_first(ops.where(real, key, 0.0))),
+            **self.kept.compress("value", _heads_first(ops.where(real, value, 0.0))),
         }
         if mask.keys:
             new["valid"] = valid
         if mask.segments is not None:
             new["segments"] = ops.cast(mask.segments, "int32")
-        size = self._size(mask.window)
+        self.windows.append(mask.window)
+        size = self.kept.num_slots(self.capacity, mask.window)
         ring = size < self.capacity
         if self.first:
             self._keep(owner, {k: _start(x, size, _axis(k)) for k, x in new.items()})
@@ -252,14 +306,14 @@ class Scope:
             same = new["segments"][:, :, None] == seen["segments"][:, None, :]
             allowed = ops.logical_and(allowed, same)
         return Held(
-            seen["key"], seen["value"], allowed, columns if ring else None, filled
+            seen["key"],
+            seen["value"],
+            allowed,
+            columns if ring else None,
+            filled,
+            seen.get("key_scale"),
+            seen.get("value_scale"),
         )
-
-    def _size(self, window):
-        """Slots of an entry: the capacity, or a ring that a window bounds."""
-        if window is None:
-            return self.capacity
-        return min(self.capacity, -(-window // BLOCK) * BLOCK)
 
     def refuse_two_way(self, owner):
         """Refuses self-attention in which tokens see later ones."""
@@ -297,6 +351,7 @@ class Scope:
                 "tokens, which says nothing of the targets to come. Pass a mask "
                 "over the context alone, (B, S)."
             )
+        self.windows.append(None)
         if self.first:
             key, value = project()
             self._keep(owner, {"memory_key": key, "memory_value": value})
@@ -348,6 +403,46 @@ class Scope:
             )
 
 
+def spread(entries, windows, capacity, kept, column, starts, offset):
+    """Returns what a batch holds whose rows all begin with the same tokens.
+
+    Args:
+        entries: Those of one row, which were kept without rings.
+        windows: The windows of the layers that made them, an entry each.
+        capacity: Number of columns that there will be.
+        kept: As in `Scope`.
+        column: The first column that is not held. No row's end of the common
+            tokens lies before it.
+        starts: Integers `(B,)`, the column at which each row begins.
+        offset: Column at which the one row began.
+    """
+    batch = starts.shape[0]
+    found = []
+    for entry, window in zip(entries, windows, strict=True):
+        if "memory_key" in entry:
+            found.append({k: ops.repeat(x, batch, axis=0) for k, x in entry.items()})
+            continue
+        size = kept.num_slots(capacity, window)
+        columns = ops.arange(size, dtype="int32")
+        if size < capacity:
+            columns = _ring_columns(column - 1, size)
+        positions = columns[None, :] - starts[:, None]  # (B, S), in each row
+        held = ops.logical_and(positions >= 0, columns[None, :] < column)
+        last = entry["key"].shape[2] - 1
+        index = ops.clip(positions + offset, 0, last)
+        rows = {}
+        for name, x in entry.items():
+            x = ops.take(x[0], index, axis=_axis(name) - 1)
+            if _axis(name) == 2:
+                x = ops.transpose(x, (1, 0, 2, 3))  # (K, B, S, H) -> (B, K, S, H)
+                x = ops.where(held[:, None, :, None], x, ops.zeros_like(x))
+            else:
+                x = ops.where(held, x, ops.zeros_like(x))
+            rows[name] = x
+        found.append(rows)
+    return found
+
+
 def _trace_of(x):
     """Returns what identifies the trace that made `x`, or `None` if none did."""
     backend = keras.backend.backend()
@@ -363,7 +458,7 @@ def _trace_of(x):
 
 def _axis(name):
     """The axis of columns."""
-    return 2 if name in ("key", "value") else 1
+    return 1 if name in ("valid", "segments") else 2
 
 
 def _heads_first(x):

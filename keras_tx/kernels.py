@@ -244,11 +244,12 @@ def held(
         return_weights: Whether the weights are wanted too.
 
     Returns:
-        Tuple of the mixed values `(B, T, N, H)` in the value's dtype and the
+        Tuple of the mixed values `(B, T, N, H)` in the query's dtype and the
         weights `(B, N, T, S)`, or `None` where they are not wanted.
     """
     batch, length, num_heads, head_dim = _sizes(query)
     key, value, allowed = held.key, held.value, held.allowed
+    scale_of = (held.key_scale, held.value_scale)
     num_kv_heads, slots = key.shape[1], key.shape[2]
     groups = num_heads // num_kv_heads
     bias = held.gather_bias(bias)
@@ -264,6 +265,12 @@ def held(
         while len(bias.shape) < 4:
             bias = bias[None]
         bias = _grouped(bias, num_kv_heads, groups)
+
+    def plain(x, scale):
+        """Keys or values as they were before they were kept in another dtype."""
+        if scale is not None:
+            x = ops.cast(x, "float32") * scale
+        return x if _name(x.dtype) == _name(query.dtype) else ops.cast(x, query.dtype)
 
     def scores_of(key, allowed, bias):
         result = einsum_float32("bkqh,bksh->bkqs", grouped, key)
@@ -289,7 +296,7 @@ def held(
         shape = (batch, num_kv_heads, groups, length, value.shape[-1])
         mixed = ops.transpose(ops.reshape(mixed, shape), (0, 3, 1, 2, 4))
         mixed = ops.reshape(mixed, (batch, length, num_heads, value.shape[-1]))
-        return ops.cast(mixed, value.dtype)
+        return ops.cast(mixed, query.dtype)
 
     def at_once(key, value, allowed, bias):
         raw, allowed = scores_of(key, allowed, bias)
@@ -310,7 +317,9 @@ def held(
             return ops.slice(x, starts, sizes)
 
         of_bias = bias if bias is None or bias.shape[-1] == 1 else cut(bias, 4)
-        return cut(key, 2), cut(value, 2), cut(allowed, 4), of_bias
+        scales = (None if x is None else cut(x, 2) for x in scale_of)
+        some = map(plain, (cut(key, 2), cut(value, 2)), scales)
+        return *some, cut(allowed, 4), of_bias
 
     def in_blocks(filled):
         """Softmax block by block, with a running maximum and sum."""
@@ -353,6 +362,7 @@ def held(
         branches = [lambda size=size: at_once(*of_slots(0, size))[0] for size in sizes]
         index = sum(ops.cast(filled > size, "int32") for size in sizes[:-1])
         return restore(ops.switch(index, branches)), None
+    key, value = map(plain, (key, value), scale_of)
     mixed, weights = at_once(key, value, allowed, bias)
     if not return_weights:
         return restore(mixed), None

@@ -13,6 +13,7 @@ import threading
 
 import keras
 from keras import ops
+from keras.src.backend.common.remat import get_current_remat_mode
 from keras.src.backend.common.stateless_scope import (
     get_stateless_scope,
     in_stateless_scope,
@@ -69,8 +70,12 @@ _switched_off: dict[int, list] = {}  # by id: the layer's mode, and how many wan
 def without(layers):
     """Switches rematerialisation off in some layers for a while.
 
-    Threads may do so at once: the last one to leave brings the mode back.
+    So it is in operations that are made meanwhile, whatever scope is open. Threads
+    may do so at once: the last one to leave brings the mode of the layers back.
     """
+    scope = contextlib.nullcontext()
+    if get_current_remat_mode() is not None:
+        scope = keras.RematScope(mode=None)
     layers = list(layers)
     with _lock:
         for layer in layers:
@@ -78,7 +83,8 @@ def without(layers):
             entry[1] += 1
             layer._remat_mode = None
     try:
-        yield
+        with scope:
+            yield
     finally:
         with _lock:
             for layer in layers:

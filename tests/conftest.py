@@ -37,7 +37,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--whole-grid",
         action="store_true",
-        help="every combination of what generation reads in pieces: minutes",
+        help="every combination of what generation reads in pieces",
     )
 
 

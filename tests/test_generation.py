@@ -531,12 +531,173 @@ def test_an_exception_on_the_way_leaves_nothing_behind(lm):
 
     for compile in (False, True):
         with pytest.raises(RuntimeError):
-            tx.generate(lm, [5], 2, sampler=tx.Constrain(fail), compile=compile)
+            tx.generate(lm, PROMPTS, 6, sampler=tx.Constrain(fail), compile=compile)
         assert cache.scope() is None
     with pytest.raises(RuntimeError):
-        next(tx.stream(lm, [5], 2, sampler=tx.Constrain(fail), compile=False))
+        next(tx.stream(lm, PROMPTS, 6, sampler=tx.Constrain(fail), compile=False))
     assert cache.scope() is None
     assert tx.generate(lm, PROMPTS, 6)[1] == greedy(lm, PROMPTS[1], 6)
+
+
+# ----------------------------------------------------------------------------
+# Prefixes
+# ----------------------------------------------------------------------------
+
+LONG = list(range(1, 22)) + [5, 3]
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_prefix_changes_nothing_but_what_is_read(lm, compile):
+    prefix = tx.prefill(lm, LONG, compile=compile)
+    assert len(prefix) == len(LONG)
+    rows = [[7], [], [9, 2, 4], [11]]
+    options = {"sampler": [0.9, tx.TopP(0.95)], "seed": 7, "compile": compile}
+    whole = tx.generate(lm, [LONG + row for row in rows], 5, **options)
+    for _ in range(2):  # nothing that is held is used up
+        found = tx.generate(lm, rows, 5, prefix=prefix, **options)
+        assert found == [row[len(LONG) :] for row in whole]
+    if not compile:
+        alone = tx.generate(lm, [], 5, prefix=prefix, **options)
+        assert alone == found[1]
+
+
+@pytest.mark.parametrize("position", ["learned", "relative"])
+def test_a_prefix_keeps_positions_and_more_than_a_window(position, monkeypatch):
+    monkeypatch.setattr(cache, "BLOCK", 4)
+    monkeypatch.setattr(sizes, "PROMPT_CHUNK", 8)
+    model = language_model(
+        position=position, max_length=40 if position == "learned" else None, window=5
+    )
+    prefix = tx.prefill(model, LONG, compile=False)
+    rows = [[7], [], [9, 2, 4, 1, 1, 8, 3, 4, 6, 12]]
+    whole = tx.generate(model, [LONG + row for row in rows], 4, compile=False)
+    found = tx.generate(model, rows, 4, prefix=prefix, compile=False)
+    assert found == [row[len(LONG) :] for row in whole]
+
+
+def test_a_prefix_takes_its_source_along(seq2seq):
+    source = SOURCES[:1]
+    prefix = tx.prefill(seq2seq, LONG, source=source, compile=False)
+    rows = [[7], [9, 2]]
+    for sampler in ("greedy", tx.Beam(2)):
+        options = {"sampler": sampler, "compile": False}
+        found = tx.generate(seq2seq, rows, 4, prefix=prefix, **options)
+        for row, more in zip(rows, found, strict=True):
+            whole = tx.generate(seq2seq, LONG + row, 4, source=source, **options)
+            assert more == whole[len(LONG) :]
+    streamed = list(tx.stream(seq2seq, [7], 4, prefix=prefix, compile=False))
+    whole = tx.generate(seq2seq, LONG + [7], 4, source=source, compile=False)
+    assert streamed == whole[-4:]
+
+
+def test_prefixes_of_other_models_and_other_things_are_refused(lm, seq2seq):
+    prefix = tx.prefill(lm, LONG, compile=False)
+    for model, options, message in (
+        (language_model(), {}, "another model"),
+        (lm, {"source": SOURCES}, "has its source"),
+        (lm, {"output": 1}, "another model|one tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tx.generate(model, [5], 2, prefix=prefix, **options)
+    with pytest.raises(ValueError, match="prefill"):
+        tx.generate(lm, [5], 2, prefix=LONG)
+    with pytest.raises(ValueError, match="one prompt"):
+        tx.prefill(lm, PROMPTS)
+    with pytest.raises(ValueError, match="8 positions"):
+        learned = language_model(position="learned", max_length=8)
+        prefix = tx.prefill(learned, [1, 2, 3], compile=False)
+        tx.generate(learned, [4], 5, prefix=prefix)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_small_caches_serve_prefixes_drafts_and_beams(compile):
+    model = language_model()
+    options = {"cache_dtype": "int8", "compile": compile}
+    expected = tx.generate(model, PROMPTS, 5, **options)
+    drafted = tx.generate(model, PROMPTS, 5, draft=model, **options)
+    assert drafted == expected
+    if compile:
+        return
+    prefix = tx.prefill(model, LONG, **options)
+    assert "int8" in str(prefix.entries[0]["key"].dtype)
+    text = tx.generate(model, PROMPTS, 4, prefix=prefix, compile=False)
+    assert [len(row) for row in text] == [9, 6]
+    beams = tx.generate(model, PROMPTS, 4, sampler=tx.Beam(2), prefix=prefix, **options)
+    assert [len(row) for row in beams] == [9, 6]
+    with pytest.raises(ValueError, match="A prefix is kept"):
+        tx.generate(model, [5], 2, prefix=prefix, cache_dtype="float16")
+    with pytest.raises(ValueError, match="cache_dtype"):
+        tx.generate(model, [5], 2, cache_dtype="int4")
+
+
+# ----------------------------------------------------------------------------
+# Drafts
+# ----------------------------------------------------------------------------
+
+
+def near(model, amount):
+    """A copy of a model with other weights, but for some."""
+    copy = keras.models.clone_model(model)
+    rng = np.random.default_rng(5)
+    copy.set_weights(
+        [w + amount * rng.normal(size=w.shape) for w in model.get_weights()]
+    )
+    return copy
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_draft_changes_no_text(compile):
+    model = language_model()
+    draft = near(model, 0.1)  # its guesses stand sometimes
+    sampler = [0.9, tx.RepetitionPenalty(1.2)] if compile else "greedy"
+    count = 9 if compile else 5
+    options = {"sampler": sampler, "seed": 7, "compile": compile}
+    expected = tx.generate(model, PROMPTS, count, **options)
+    options |= {"draft": draft, "draft_tokens": 3}
+    assert tx.generate(model, PROMPTS, count, **options) == expected
+    streamed = np.array(list(tx.stream(model, PROMPTS, count, **options)))
+    assert streamed.T.tolist() == [row[-count:] for row in expected]
+    stop = expected[0][7]
+    if compile:
+        cut = tx.generate(model, PROMPTS, count, stop_tokens=stop, **options)
+        for found, row in zip(cut, expected, strict=True):
+            assert found == row[: len(found)]
+            assert found[-1] == stop or found == row
+        assert len(cut[0]) <= 8
+
+
+def test_a_draft_needs_fewer_passes_of_the_model():
+    model = language_model()
+    passes = counted(model)
+    expected = tx.generate(model, PROMPTS[0], 12, compile=False)
+    before = len(passes)
+    draft = near(model, 0.0)
+    found = tx.generate(model, PROMPTS[0], 12, draft=draft, compile=False)
+    assert found == expected
+    assert len(passes) - before <= 1 + 3  # a prompt, and 5 + 5 + 2 tokens
+
+
+def test_guesses_are_taken_back_from_rings_and_beyond_tables(monkeypatch):
+    monkeypatch.setattr(cache, "BLOCK", 2)
+    model = language_model(position="learned", max_length=16, window=5)
+    draft = near(model, 0.1)
+    prefix = tx.prefill(model, [8, 9], compile=False)
+    expected = tx.generate(model, [[8, 9, *row] for row in PROMPTS], 9, compile=False)
+    options = {"draft": draft, "draft_tokens": 3, "prefix": prefix, "compile": False}
+    found = tx.generate(model, PROMPTS, 9, **options)
+    assert found == [row[2:] for row in expected]
+
+
+def test_drafts_that_cannot_guess_are_refused(lm, seq2seq):
+    other = tx.decoder(VOCAB + 1, 8, 1, 2)
+    with pytest.raises(ValueError, match="vocabulary of the model"):
+        tx.generate(lm, PROMPTS, 2, draft=other)
+    with pytest.raises(ValueError, match="Beam"):
+        tx.generate(lm, PROMPTS, 2, draft=lm, sampler=tx.Beam(2))
+    with pytest.raises(ValueError, match="encoder-decoders"):
+        tx.generate(seq2seq, [1], 2, draft=lm, source=SOURCES)
+    with pytest.raises(ValueError, match="draft_tokens"):
+        tx.generate(lm, PROMPTS, 2, draft=lm, draft_tokens=0)
 
 
 # ----------------------------------------------------------------------------
@@ -639,6 +800,7 @@ def test_quantized_weights_are_those_of_the_next_call():
 
 def test_layers_that_are_added_take_part_in_the_next_call():
     model = sequential()
+    model(np.ones((2, 7)))  # from here on, Keras says that its length is 7
     before = tx.generate(model, [5, 7], 3)
     model.add(keras.layers.Rescaling(-1.0))
     after = tx.generate(model, [5, 7], 3)
@@ -667,6 +829,20 @@ def test_a_model_that_its_first_call_builds_is_known_whole():
     assert len(plan.variables) == len(model.variables) > 4
 
 
+def test_a_text_is_no_part_of_a_gradient(lm):
+    expected = tx.generate(lm, PROMPTS, 6)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            found = [tx.generate(lm, PROMPTS, 6, compile=c) for c in (True, False)]
+            loss = ops.sum(lm.trainable_variables[0])
+        assert tape.gradient(loss, lm.trainable_variables[0]) is not None
+    else:
+        found = [tx.generate(lm, PROMPTS, 6, compile=c) for c in (True, False)]
+    assert found == [expected, expected]
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_rematerialization_changes_no_text(inside):
     class Own(keras.Model):
@@ -681,6 +857,7 @@ def test_rematerialization_changes_no_text(inside):
 
     with keras.RematScope(mode="full"):
         model = Own()
+    model(np.array(PROMPTS[:1]))
     modes = [layer._remat_mode for layer in model._flatten_layers()]
     assert any(modes)
     scope = keras.RematScope(mode="full") if inside else contextlib.nullcontext()
@@ -765,3 +942,5 @@ def test_fixed_lengths_classes_and_other_things_are_refused(seq2seq):
         tx.generate(seq2seq, [5], 2)
     with pytest.raises(ValueError, match="as many rows"):
         tx.generate(seq2seq, [[1], [1], [1]], 2, source=SOURCES)
+    with pytest.raises(ValueError, match="`source` must hold tokens"):
+        tx.generate(seq2seq, [1], 2, source=[[5, VOCAB]])

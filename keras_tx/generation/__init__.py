@@ -7,14 +7,16 @@ code; it stops when it has enough or every row has reached a stop token.
 
 `prompts` says what arrived, `plan` how the model runs step by step, `first_use`
 whether it may, `graph` where a functional model is cut, `steps` what is compiled,
-by `backends`, in the sizes of `sizes`; a `job` is one call.
+by `backends`, in the sizes of `sizes`; a `job` is one call, a `prefix` what an
+earlier one has read.
 """
 
 import numpy as np
 
 from keras_tx.generation.job import Job
+from keras_tx.generation.prefix import Prefix
 
-__all__ = ["generate", "stream"]
+__all__ = ["generate", "prefill", "stream"]
 
 
 def generate(
@@ -29,6 +31,10 @@ def generate(
     pad_id="auto",
     target=None,
     output=None,
+    prefix=None,
+    draft=None,
+    draft_tokens=4,
+    cache_dtype=None,
     compile=True,
     check=True,
 ):
@@ -63,6 +69,19 @@ def generate(
             `"tokens"`, or the only one.
         output: Name or index of the output that holds the logits, where there
             are several. Default: `"logits"` of a dict, the first of a list.
+        prefix: What `prefill` returned: tokens in front of every prompt that
+            were read before. They are no part of what comes back, and a prompt
+            may be empty behind them.
+        draft: Optional smaller model of the same tokens, which guesses what
+            comes. The text is that of `model` alone, whatever the sampler, and
+            sooner there if most guesses stand: `model` looks at several tokens
+            in one pass. It helps most for few rows, which wait for each other.
+            See [Leviathan et al., 2022](https://arxiv.org/abs/2211.17192).
+        draft_tokens: How many tokens it guesses at a time.
+        cache_dtype: Dtype in which keys and values are kept: `"float32"`,
+            `"bfloat16"`, `"float16"`, or `"int8"` with a scale for each vector.
+            Smaller ones save memory and change the logits a little. Default:
+            that in which they are computed.
         compile: Whether steps are compiled. Without, they run one by one, and
             functions of samplers may be any Python.
         check: Whether the first use of a model compares its cached logits with
@@ -96,6 +115,10 @@ def generate(
         pad_id=pad_id,
         target=target,
         output=output,
+        prefix=prefix,
+        draft=draft,
+        draft_tokens=draft_tokens,
+        cache_dtype=cache_dtype,
         compile=compile,
         check=check,
     )
@@ -106,6 +129,84 @@ def generate(
     job.start()
     job.advance(job.max_new_tokens)
     return job.prompts.put_back(job.new_tokens())
+
+
+def prefill(
+    model,
+    prompt,
+    *,
+    source=None,
+    pad_id="auto",
+    target=None,
+    output=None,
+    cache_dtype=None,
+    compile=True,
+    check=True,
+):
+    """Reads a prompt once, for many continuations.
+
+    `generate(model, prompts, n, prefix=prefix)` gives the text that it would
+    give for the prefix and each prompt together, seeds included, and reads the
+    prefix no more. It costs the memory of its keys and values, and holds what
+    the weights were when it was read: after training, read it again.
+
+    Args:
+        model: As in `generate`.
+        prompt: The tokens in front: a list of integers or an array `(T,)`.
+        source: As in `generate`, one row.
+        pad_id: As in `generate`.
+        target: As in `generate`.
+        output: As in `generate`.
+        cache_dtype: As in `generate`, where it then holds too.
+        compile: As in `generate`.
+        check: As in `generate`.
+
+    Returns:
+        A prefix, to be passed to `generate` and `stream` as `prefix=`.
+
+    Raises:
+        ValueError: As in `generate`, and for more than one prompt.
+
+    Example:
+
+    >>> model = keras_tx.decoder(vocab_size=96, dim=32, num_layers=2, num_heads=4)
+    >>> prefix = keras_tx.prefill(model, [5, 7, 11])
+    >>> text = keras_tx.generate(model, [[2], [], [3, 4]], 6, prefix=prefix)
+    >>> [len(row) for row in text]
+    [7, 6, 8]
+    """
+    job = Job(
+        model,
+        prompt,
+        0,
+        source=source,
+        pad_id=pad_id,
+        target=target,
+        output=output,
+        cache_dtype=cache_dtype,
+        compile=compile,
+        check=check,
+    )
+    if len(job.rows) != 1:
+        raise ValueError(
+            "`prefill` reads one prompt. Received: "
+            f"{len(job.rows)} rows. Read each by itself."
+        )
+    tokens = job.rows[0]
+    entries, capacity, offset = job.read_prefix()
+    return Prefix(
+        tokens=tokens,
+        plan=job.plan,
+        has_source=source is not None,
+        target=target,
+        output=output,
+        memory=job.memory,
+        entries=entries,
+        windows=job.plan.windows,
+        capacity=capacity,
+        cache_dtype=cache_dtype,
+        offset=offset,
+    )
 
 
 def stream(model, prompts, max_new_tokens, **options):
@@ -147,10 +248,13 @@ def _stream(job):
     if job.max_new_tokens == 0:
         return
     job.start()
-    for count in range(1, job.max_new_tokens + 1):
-        ended = job.ended()
-        if ended.all():
-            return
-        job.advance(count)
-        tokens = np.where(ended, -1, job.newest())
-        yield int(tokens[0]) if job.prompts.flat else tokens
+    ended = np.zeros(len(job.rows), bool)
+    count = 0
+    while count < job.max_new_tokens:
+        job.advance(min(count + 1 + job.ahead, job.max_new_tokens))
+        for tokens in job.columns_from(count):
+            yield int(tokens[0]) if job.prompts.flat else np.where(ended, -1, tokens)
+            ended = ended | np.isin(tokens, job.stops)
+            count += 1
+            if ended.all():
+                return

@@ -29,12 +29,20 @@ def compile_function(function, model, variables, donate):
 
 def without_gradients(function):
     """Returns the function, run without recording for gradients."""
-    if keras.backend.backend() != "torch":
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        pause = tf.init_scope  # pauses tapes
+    elif backend == "torch":
+        import torch
+
+        pause = torch.no_grad
+    else:
         return function
-    import torch
 
     def run(*args):
-        with torch.no_grad():
+        with pause():
             return function(*args)
 
     return run

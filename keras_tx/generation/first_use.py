@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_tx import cache
+from keras_tx.generation import sizes
 from keras_tx.generation.backends import compile_function
 
 # Cached logits may differ from those of a full forward pass by this share of
@@ -42,6 +43,7 @@ CONVOLUTIONS = (
 
 
 def refuse_mixers(plan):
+    """Refuses layers of Keras that are known to mix positions."""
     for layer in plan.layers:
         spans = isinstance(layer, CONVOLUTIONS) and any(
             size > 1 for size in np.ravel(layer.kernel_size)
@@ -51,6 +53,7 @@ def refuse_mixers(plan):
 
 
 def refuse(plan, layer, what):
+    """Refuses a model because of one of its layers."""
     raise ValueError(
         f"'{getattr(layer, 'path', None) or layer.name}' "
         f"({type(layer).__name__}) {what}, "
@@ -110,7 +113,7 @@ def _in_pieces(plan, tokens, pieces, memory):
             part,
             column=column,
             starts=starts,
-            capacity=cache.BLOCK,
+            capacity=sizes.capacity_of(tokens.shape[1]),
             entries=entries,
             owners=owners,
         )
@@ -144,8 +147,8 @@ def _first_difference(plan, whole, parts, pieces):
             # There is one row of tokens; what works on tokens alone, such as
             # a projection of heads, has them on the first axis.
             axis = 1 if len(full) == 1 else 0
-            sizes = {x.shape[:axis] + x.shape[axis + 1 :] for x in (full, *some)}
-            joined = np.concatenate(some, axis) if len(sizes) == 1 else None
+            others = {x.shape[:axis] + x.shape[axis + 1 :] for x in (full, *some)}
+            joined = np.concatenate(some, axis) if len(others) == 1 else None
             if joined is None or joined.shape != full.shape:
                 continue
             spread = max(float(full.std()), 1e-6)

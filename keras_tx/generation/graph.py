@@ -58,6 +58,7 @@ def inputs_by_name(model):
 
 
 def find_target(inputs, target, has_source):
+    """Returns the name of the input that is continued."""
     if target is not None:
         if inputs and target not in inputs:
             raise ValueError(
@@ -125,6 +126,7 @@ def pick_output(outputs, output):
 
 
 def check_logits(logits, tokens, plan):
+    """Returns the logits, if they are such: one distribution a token."""
     if len(logits.shape) != 3 or logits.shape[1] != tokens.shape[1]:
         raise ValueError(
             f"'{plan.model.name}' must give logits (batch, time, vocabulary) for "

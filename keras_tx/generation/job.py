@@ -6,6 +6,7 @@ lengths share a few compiled functions. Row b has its first token at column
 `origin`, and the last one stands at `origin`, where the loop begins.
 """
 
+import dataclasses
 import functools
 import random
 
@@ -13,9 +14,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_tx import checks, sampling
+from keras_tx import cache, checks, sampling
 from keras_tx.generation import sizes, steps
-from keras_tx.generation.plan import plan_of
+from keras_tx.generation.plan import plan_of, repeated
+from keras_tx.generation.prefix import Prefix
 from keras_tx.generation.prompts import (
     Prompts,
     check_stops,
@@ -23,6 +25,8 @@ from keras_tx.generation.prompts import (
     standardize_source,
     until_stop,
 )
+
+CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
 class Job:
@@ -41,6 +45,10 @@ class Job:
         pad_id="auto",
         target=None,
         output=None,
+        prefix=None,
+        draft=None,
+        draft_tokens=4,
+        cache_dtype=None,
         compile=True,
         check=True,
     ):
@@ -56,17 +64,31 @@ class Job:
         seed = checks.integer("seed", seed, optional=True)
         self.seed = random.getrandbits(31) if seed is None else seed
 
-        self.plan = plan = plan_of(model, source is not None, target, output)
+        self.prefix = prefix
+        if not (prefix is None or isinstance(prefix, Prefix)):
+            raise ValueError(
+                "`prefix` is what `prefill(model, prompt)` returned. Received: "
+                f"prefix={prefix!r}."
+            )
+        if prefix is None:
+            self.plan = plan = plan_of(model, source is not None, target, output)
+        else:
+            self.plan = plan = prefix.plan_for(model, source, target, output)
         pad_id = plan.pad_id if pad_id == "auto" else pad_id
         self.pad_id = checks.integer("pad_id", pad_id, optional=True)
         self.source = None
         num_sources = None
         if source is not None:
             self.source = standardize_source(source, plan, self.pad_id)
+            plan.check_source(self.source)
             num_sources = len(keras.tree.flatten(self.source)[0])
-        self.prompts = Prompts(prompts, self.pad_id, num_sources)
+        self.prompts = Prompts(
+            prompts, self.pad_id, num_sources, may_be_empty=prefix is not None
+        )
         self.rows = self.prompts.rows
         plan.check_tokens("prompts", self.rows)
+        if prefix is not None:
+            self.rows = [np.append(prefix.tokens, row) for row in self.rows]
         longest = max(len(row) for row in self.rows)
         if plan.max_length is not None and (
             longest + self.max_new_tokens > plan.max_length
@@ -80,16 +102,56 @@ class Job:
             )
         plan.prepare(self.source, check)
         self.stops = check_stops(stop_tokens, plan.vocab_size)
+        self.draft = None
+        self.ahead = 0
+        if draft is not None:
+            self.draft = self._plan_of_draft(draft, check)
+            self.ahead = checks.positive_integer("draft_tokens", draft_tokens)
+        if cache_dtype is not None:
+            checks.choice("cache_dtype", cache_dtype, CACHE_DTYPES)
+        if prefix is not None:
+            cache_dtype = prefix.cache_dtype if cache_dtype is None else cache_dtype
+            if cache_dtype != prefix.cache_dtype:
+                raise ValueError(
+                    "A prefix is kept in the dtype that `prefill` was told. Received: "
+                    f"cache_dtype={cache_dtype!r} and a prefix in "
+                    f"{prefix.cache_dtype!r}."
+                )
+        self.kept = cache.Kept(slack=self.ahead, dtype=cache_dtype)
+
+    def _plan_of_draft(self, draft, check):
+        if self.beam is not None or self.source is not None or self._memory_of_prefix:
+            raise ValueError(
+                "`draft` guesses what one model of tokens alone would choose. "
+                "Leave it out with `Beam` and for encoder-decoders."
+            )
+        plan = plan_of(draft, False, None, None)
+        plan.check_tokens("prompts", self.rows)
+        plan.prepare(None, check)
+        if plan.vocab_size != self.plan.vocab_size:
+            raise ValueError(
+                "`draft` must have the vocabulary of the model. Received: "
+                f"{plan.vocab_size} tokens of '{draft.name}' and "
+                f"{self.plan.vocab_size} of '{self.plan.model.name}'."
+            )
+        return plan
+
+    @property
+    def _memory_of_prefix(self):
+        return () if self.prefix is None else self.prefix.memory
 
     # Greedy and drawn text
 
     def start(self):
         """Encodes the source and reads the prompts but for their last tokens."""
         self._lay_out(repeats=1)
+        entries = self._read_prompts()
+        if self.draft is not None:
+            entries = (entries, self._read_prompts(self.draft))
         self.state = (
             self._tokens,
-            self.origin if self._eager else self._tensor(self.origin),
-            self._read_prompts(),
+            self._column(self.origin),
+            entries,
             self._tensor(np.zeros(len(self.rows), "bool")),
             self._tensor(np.zeros(len(self.rows), "bool")),
         )
@@ -100,34 +162,45 @@ class Job:
             self._tensor(pad_stops(self.stops)),
             self._tensor(sampling.numbers_of(self.samplers)),
             self._tensor(self.origin),
-            self.memory,
         )
 
     def advance(self, count):
         """Generates until there are `count` new tokens or all rows have ended."""
-        key = (
-            "loop",
-            self._shape,
-            tuple(sampler.key() for sampler in self.samplers),
-        )
-        loop = self.plan.function(
-            key,
-            functools.partial(steps.loop, self.plan, self.capacity, self.samplers),
-            self.compile,
-            donate=(0,),
-        )
-        limit = self.origin + count
-        limit = limit if self._eager else self._tensor(limit)
-        self.state = loop(self.state, limit, *self._fixed)
+        kinds = tuple(sampler.key() for sampler in self.samplers)
+        if self.draft is None:
+            loop = self.plan.function(
+                ("loop", self._shape, kinds),
+                functools.partial(
+                    steps.loop, self.plan, self.capacity, self.kept, self.samplers
+                ),
+                self.compile,
+                donate=(0,),
+            )
+            fixed = (*self._fixed, self.memory)
+        else:
+            loop = self.plan.function(
+                ("draft", self._shape, kinds, id(self.draft)),
+                functools.partial(
+                    steps.draft_loop,
+                    self.plan,
+                    self.draft,
+                    self.capacity,
+                    self.kept,
+                    self.samplers,
+                ),
+                self.compile,
+                donate=(0,),
+                draft=self.draft,
+            )
+            fixed = self._fixed
+        limit = self._column(self.origin + count)
+        self.state = loop(self.state, limit, *fixed)
         self.plan.check_stuck(self.state[4])
 
-    def ended(self):
-        """Whether each row has reached a stop token, NumPy `(B,)`."""
-        return ops.convert_to_numpy(self.state[3])
-
-    def newest(self):
-        """The last token of each row, NumPy `(B,)`."""
-        return ops.convert_to_numpy(self.state[0])[:, int(self.state[1])]
+    def columns_from(self, count):
+        """The tokens behind `count` new ones, one NumPy `(B,)` a step."""
+        tokens, column = ops.convert_to_numpy(self.state[0]), int(self.state[1])
+        return list(tokens[:, self.origin + 1 + count : column + 1].T)
 
     def new_tokens(self):
         """What was generated, one list a row, each up to its stop token."""
@@ -147,7 +220,7 @@ class Job:
         scores[:, 0] = 0.0
         state = (
             self._tokens,
-            self.origin if self._eager else self._tensor(self.origin),
+            self._column(self.origin),
             self._read_prompts(),
             self._tensor(np.zeros((batch, num_beams), "bool")),
             self._tensor(scores),
@@ -155,14 +228,16 @@ class Job:
         )
         search = self.plan.function(
             ("beam", self._shape, num_beams, self.beam.length_penalty),
-            functools.partial(steps.beam_loop, self.plan, self.capacity, self.beam),
+            functools.partial(
+                steps.beam_loop, self.plan, self.capacity, self.kept, self.beam
+            ),
             self.compile,
             donate=(0,),
         )
         limit = self.origin + self.max_new_tokens
         state = search(
             state,
-            limit if self._eager else self._tensor(limit),
+            self._column(limit),
             self._starts,
             self._tensor(pad_stops(self.stops)),
             self.memory,
@@ -192,7 +267,9 @@ class Job:
         """Left-pads the prompts to a bucket, in a buffer for all that comes."""
         lengths = np.array([len(row) for row in self.rows], "int32")
         self.origin = sizes.prompt_bucket(int(lengths.max()) - 1)
-        self.capacity = sizes.capacity_of(self.origin + self.max_new_tokens)
+        self.capacity = sizes.capacity_of(
+            self.origin + self.max_new_tokens + self.ahead
+        )
         tokens = np.zeros((len(self.rows), self.capacity + 1), "int32")
         for index, row in enumerate(self.rows):
             tokens[index, self.origin + 1 - len(row) : self.origin + 1] = row
@@ -201,34 +278,70 @@ class Job:
         self._prompt = tokens[:, : self.origin]
         self._tokens = self._tensor(tokens)
         self._starts = self._tensor(starts)
-        self.memory = self.plan.encode(self.source, self.compile, repeats)
-        self._shape = (tokens.shape[0], self.capacity, spec_of(self.memory))
+        if self.prefix is not None:
+            self.memory = repeated(self._memory_of_prefix, len(tokens))
+        else:
+            self.memory = self.plan.encode(self.source, self.compile, repeats)
+        self._shape = (len(tokens), self.capacity, self.kept, spec_of(self.memory))
 
-    def _read_prompts(self):
+    def _read_prompts(self, plan=None):
         """Returns the entries behind the prompts, all tokens but the last."""
-        first = self._prompt[:, : sizes.PROMPT_CHUNK]
-        read = self.plan.function(
-            ("first", first.shape[1], self._shape),
-            functools.partial(steps.read_first, self.plan, self.capacity),
-            self.compile,
-        )
-        entries = read(self._tensor(first), self._starts, self.memory)
-        for column in range(first.shape[1], self.origin, sizes.PROMPT_CHUNK):
-            part = self._prompt[:, column : column + sizes.PROMPT_CHUNK]
-            read = self.plan.function(
-                ("more", part.shape[1], self._shape),
-                functools.partial(steps.read_more, self.plan, self.capacity),
+        plan = plan or self.plan
+        begin, entries = 0, None
+        if self.prefix is not None and plan is self.plan:
+            begin, entries = self._recall_prefix()
+        for column in range(begin, self.origin, sizes.PROMPT_CHUNK):
+            end = min(column + sizes.PROMPT_CHUNK, self.origin)
+            part = self._tensor(self._prompt[:, column:end])
+            kind = (part.shape[1], self._shape)
+            if entries is None:
+                read = plan.function(
+                    ("first", *kind),
+                    functools.partial(steps.read_first, plan, self.capacity, self.kept),
+                    self.compile,
+                )
+                entries = read(part, self._starts, self.memory)
+                continue
+            read = plan.function(
+                ("more", *kind),
+                functools.partial(steps.read_more, plan, self.capacity, self.kept),
                 self.compile,
                 donate=(0,),
             )
             entries = read(
-                entries,
-                self._tensor(part),
-                column if self._eager else self._tensor(column),
-                self._starts,
-                self.memory,
+                entries, part, self._column(column), self._starts, self.memory
             )
         return entries
+
+    def _recall_prefix(self):
+        """Returns the column from which to read on, and what is held before it."""
+        longest = max(len(row) for row in self.prompts.rows)
+        again = sizes.prompt_bucket(longest - 1) if longest > 1 else 0
+        column = self.origin - again
+        if column <= 0:
+            return 0, None  # it is short: reading it costs no more
+        prefix = self.prefix
+        spread = self.plan.function(
+            ("spread", self._shape, prefix.capacity),
+            functools.partial(
+                steps.spread_prefix, prefix.windows, self.capacity, self.kept
+            ),
+            self.compile,
+        )
+        place = self._column(column), self._starts, self._column(prefix.offset)
+        return column, spread(prefix.entries, *place)
+
+    def read_prefix(self):
+        """Reads one prompt whole; returns its entries, capacity and first column."""
+        # What is read is all but the last token of a row.
+        self.rows = [np.append(row, 0) for row in self.rows]
+        self.kept = dataclasses.replace(self.kept, rings=False)
+        self._lay_out(repeats=1)
+        entries = self._read_prompts()
+        return entries, self.capacity, self.origin + 1 - len(self.rows[0])
+
+    def _column(self, column):
+        return column if self._eager else self._tensor(column)
 
 
 def spec_of(memory):

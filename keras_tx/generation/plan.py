@@ -73,7 +73,7 @@ class Plan:
         self.memory_structure = None
         self.lock = threading.RLock()
         self.functions = collections.OrderedDict()
-        self.owners = None
+        self.owners = self.windows = None  # of the attentions, in order
         self.vocab_size = None
         self.checked = False
         self.strict = True
@@ -116,7 +116,9 @@ class Plan:
 
     def _check_length(self):
         x = self.inputs.get(self.target)
-        if x is not None and len(x.shape) == 2 and x.shape[1] is not None:
+        # A Sequential model notes the length of its first call, and takes others.
+        fixed = not isinstance(self.model, keras.Sequential)
+        if fixed and x is not None and len(x.shape) == 2 and x.shape[1] is not None:
             raise ValueError(
                 f"The input '{self.target}' of '{self.model.name}' has the fixed "
                 f"length {x.shape[1]}, so that no step can be one token long. "
@@ -175,14 +177,13 @@ class Plan:
         self.remat = [
             x for x in (self.model, *self.layers) if getattr(x, "_remat_mode", None)
         ]
-        embeddings = [x for x in self.layers if isinstance(x, TokenEmbedding)]
-        tables = embeddings or [
-            x
-            for x in self.layers
-            if isinstance(x, (keras.layers.Embedding, keras.layers.ReversibleEmbedding))
-        ]
+        tables = _tables(self.layers)
         self.num_tokens = max((x.input_dim for x in tables), default=None)
-        pads = [x.pad_id for x in embeddings if x.pad_id is not None]
+        # What the method `encode` of a user's reads may be anything.
+        reading = self.encoder.layers() if self.kind == "split" else []
+        sizes = [x.input_dim for x in _tables(reading)]
+        self.num_source_tokens = max(sizes, default=None)
+        pads = [x.pad_id for x in tables if getattr(x, "pad_id", None) is not None]
         pads += [0 for x in tables if getattr(x, "mask_zero", False)]
         self.pad_id = pads[0] if pads else None
         self.max_length = self._limit(self.layers)
@@ -200,10 +201,18 @@ class Plan:
         """Refuses ids that the model's embedding does not have."""
         self._check_ids(name, rows, self.num_tokens)
 
+    def check_source(self, source):
+        """Refuses ids that the encoder's embedding does not have."""
+        if self.num_source_tokens is None:
+            return
+        for x in keras.tree.flatten(source):
+            if x.ndim == 2 and np.issubdtype(x.dtype, np.integer):
+                self._check_ids("source", x, self.num_source_tokens)
+
     @staticmethod
     def _check_ids(name, rows, bound):
-        low = min(int(np.min(row)) for row in rows if len(row))
-        high = max(int(np.max(row)) for row in rows if len(row))
+        low = min((int(np.min(row)) for row in rows if len(row)), default=0)
+        high = max((int(np.max(row)) for row in rows if len(row)), default=0)
         if low < 0 or (bound is not None and high >= bound):
             upper = "" if bound is None else f" to {bound - 1}"
             raise ValueError(
@@ -230,14 +239,8 @@ class Plan:
         leaves = keras.tree.flatten(source)
         key = ("encode", tuple((x.shape, str(x.dtype)) for x in leaves))
         run = self.function(key, self.encode_tensors, compiled)
-        tensors, found = run(keras.tree.map_structure(ops.convert_to_tensor, source))
-        if repeats > 1:
-
-            def repeat(x):
-                return None if x is None else ops.repeat(x, repeats, axis=0)
-
-            tensors, found = [*map(repeat, tensors)], [*map(repeat, found)]
-        return (tensors, found)
+        memory = run(keras.tree.map_structure(ops.convert_to_tensor, source))
+        return repeated(memory, repeats)
 
     def encode_tensors(self, source):
         if self.kind == "methods":
@@ -288,15 +291,16 @@ class Plan:
         outputs = self.model.decode(tokens, encoded)
         return check_logits(pick_output(outputs, self.output), tokens, self)
 
-    def function(self, key, function, compiled, donate=()):
-        """Returns `function`, compiled once for `key`."""
+    def function(self, key, function, compiled, donate=(), draft=None):
+        """Returns `function`, compiled once for `key`, with a draft's weights too."""
         if not compiled or keras.backend.backend() == "torch":
             return without_gradients(function)
         with self.lock:
             found = self.functions.get(key)
             if found is None:
-                found = compile_function(function, self.model, self.variables, donate)
-                self.functions[key] = found
+                variables = self.variables + (draft.variables if draft else [])
+                found = compile_function(function, self.model, variables, donate)
+                found = self.functions[key] = without_gradients(found)
                 while len(self.functions) > MAX_FUNCTIONS:
                     self.functions.popitem(last=False)
             self.functions.move_to_end(key)
@@ -333,6 +337,25 @@ class Plan:
         return self.encode_tensors(
             keras.tree.map_structure(ops.convert_to_tensor, source)
         )
+
+
+def repeated(memory, repeats):
+    """Returns what the decoder needs of the source, each row several times."""
+    if not memory or repeats == 1:
+        return memory
+
+    def repeat(x):
+        return None if x is None else ops.repeat(x, repeats, axis=0)
+
+    tensors, found = memory
+    return [*map(repeat, tensors)], [*map(repeat, found)]
+
+
+def _tables(layers):
+    """Returns the embeddings of tokens among some layers."""
+    ours = [x for x in layers if isinstance(x, TokenEmbedding)]
+    kinds = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
+    return ours or [x for x in layers if isinstance(x, kinds)]
 
 
 def _same_objects(first, second):

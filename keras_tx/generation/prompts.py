@@ -14,10 +14,12 @@ class Prompts:
         prompts: As in `generate`.
         pad_id: Optional padding token of arrays.
         num_sources: Optional number of rows that one flat prompt serves.
+        may_be_empty: Whether rows without tokens will do, behind a prefix.
     """
 
-    def __init__(self, prompts, pad_id, num_sources):
+    def __init__(self, prompts, pad_id, num_sources, *, may_be_empty=False):
         self.pad_id = pad_id
+        self.may_be_empty = may_be_empty
         self.lists = isinstance(prompts, (list, tuple))
         self.left = False
         if self.lists:
@@ -35,7 +37,7 @@ class Prompts:
         self.rows = rows
 
     def _from_lists(self, prompts):
-        if not prompts:
+        if not prompts and not self.may_be_empty:
             raise _empty("no rows")
         flat = all(np.ndim(x) == 0 for x in prompts)
         rows = [np.asarray(_numpy_of(row)) for row in ([prompts] if flat else prompts)]
@@ -64,15 +66,16 @@ class Prompts:
         rows = list(array.astype("int32"))
         if self.pad_id is not None:
             self.left = any(
-                row[0] == self.pad_id and row[-1] != self.pad_id for row in rows
+                row[:1] == self.pad_id and row[-1:] != self.pad_id for row in rows
             )
             rows = [self._strip(index, row) for index, row in enumerate(rows)]
         self.width = array.shape[1]
         return flat, rows
 
-    @staticmethod
-    def _check(index, row):
+    def _check(self, index, row):
         if not row.size:
+            if self.may_be_empty:
+                return
             raise _empty(f"row {index} of length 0")
         if not np.issubdtype(row.dtype, np.integer):
             raise ValueError(
@@ -84,6 +87,8 @@ class Prompts:
     def _strip(self, index, row):
         real = np.nonzero(row != self.pad_id)[0]
         if not len(real):
+            if self.may_be_empty:
+                return row[:0]
             raise _empty(f"row {index} with nothing but padding, {self.pad_id}")
         return row[real[0] : real[-1] + 1]
 
@@ -97,7 +102,7 @@ class Prompts:
         width = max(map(len, texts)) if any(new) else self.width
         array = np.zeros((len(texts), width), "int32")
         for index, text in enumerate(texts):
-            fill = text[-1] if self.pad_id is None else self.pad_id
+            fill = (text or [0])[-1] if self.pad_id is None else self.pad_id
             array[index] = fill
             if self.left:
                 array[index, width - len(text) :] = text
@@ -188,6 +193,7 @@ def pad_stops(stops):
 
 
 def until_stop(row, stops):
+    """Returns a list of tokens up to its first stop token, which is part of it."""
     for index, token in enumerate(row):
         if token in stops:
             return row[: index + 1]

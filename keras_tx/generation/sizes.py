@@ -8,6 +8,7 @@ PROMPT_CHUNK = 512
 
 
 def power_of_two(size, least):
+    """Returns `least`, doubled until `size` fits."""
     bucket = least
     while bucket < size:
         bucket *= 2

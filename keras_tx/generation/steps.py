@@ -5,22 +5,33 @@ from keras import ops
 from keras_tx import cache, sampling
 
 
-def read_first(plan, capacity, tokens, starts, memory):
+def read_first(plan, capacity, kept, tokens, starts, memory):
     """The first piece of the prompts, which makes the entries."""
     scope = cache.Scope(
-        tokens, column=0, starts=starts, capacity=capacity, strict=plan.strict
+        tokens,
+        column=0,
+        starts=starts,
+        capacity=capacity,
+        strict=plan.strict,
+        kept=kept,
+        num_positions=plan.max_length,
     )
     plan.forward(tokens, memory, scope)
-    plan.owners = scope.owners
+    plan.owners, plan.windows = scope.owners, scope.windows
     return scope.entries
 
 
-def read_more(plan, capacity, entries, tokens, column, starts, memory):
+def read_more(plan, capacity, kept, entries, tokens, column, starts, memory):
     """A further piece of the prompts."""
-    return _step(plan, capacity, entries, tokens, column, starts, memory)[1]
+    return _step(plan, capacity, kept, entries, tokens, column, starts, memory)[1]
 
 
-def _step(plan, capacity, entries, tokens, column, starts, memory):
+def spread_prefix(windows, capacity, kept, entries, column, starts, offset):
+    """What a batch holds that begins with a prefix; see `cache.spread`."""
+    return cache.spread(entries, windows, capacity, kept, column, starts, offset)
+
+
+def _step(plan, capacity, kept, entries, tokens, column, starts, memory):
     """One forward pass behind others; returns logits `(B, T, V)` and entries."""
     scope = cache.Scope(
         tokens,
@@ -30,6 +41,8 @@ def _step(plan, capacity, entries, tokens, column, starts, memory):
         entries=entries,
         owners=plan.owners,
         strict=plan.strict,
+        kept=kept,
+        num_positions=plan.max_length,
     )
     logits = plan.forward(tokens, memory, scope)
     return logits, scope.entries
@@ -38,6 +51,7 @@ def _step(plan, capacity, entries, tokens, column, starts, memory):
 def loop(
     plan,
     capacity,
+    kept,
     samplers,
     state,
     limit,
@@ -56,8 +70,10 @@ def loop(
         return ops.logical_and(column < limit, ops.logical_not(ops.all(ended)))
 
     def body(tokens, column, entries, ended, stuck):
-        last = _column_of(tokens, column)
-        logits, entries = _step(plan, capacity, entries, last, column, starts, memory)
+        last = _columns_of(tokens, column, 1)
+        logits, entries = _step(
+            plan, capacity, kept, entries, last, column, starts, memory
+        )
         known = ops.logical_and(columns >= starts[:, None], columns <= column)
         history = sampling.History(tokens, known, column, column - origin)
         chosen, none = sampling.choose(samplers, logits[:, -1], history, keys)
@@ -71,7 +87,76 @@ def loop(
     return _while(unfinished, body, state)
 
 
-def beam_loop(plan, capacity, beam, state, limit, starts, stops, memory):
+def draft_loop(
+    plan,
+    draft,
+    capacity,
+    kept,
+    samplers,
+    state,
+    limit,
+    starts,
+    keys,
+    stops,
+    numbers,
+    origin,
+):
+    """Like `loop`, in leaps: a small model guesses, the large one looks at all at once.
+
+    Both choose by the same samplers with the same noise. A guess stands if the
+    large model, in its place, chooses the same; behind the first that does not,
+    its own choice is taken. So the text is that of the large model alone.
+    """
+    samplers = sampling.with_numbers(samplers, numbers)
+    ahead = kept.slack
+    columns = ops.arange(capacity + 1, dtype="int32")[None, :]
+
+    def choose(tokens, logits, column):
+        known = ops.logical_and(columns >= starts[:, None], columns <= column)
+        history = sampling.History(tokens, known, column, column - origin)
+        return sampling.choose(samplers, logits, history, keys)
+
+    def unfinished(tokens, column, entries, ended, stuck):
+        return ops.logical_and(column < limit, ops.logical_not(ops.all(ended)))
+
+    def body(tokens, column, entries, ended, stuck):
+        own, guessing = entries
+        for index in range(ahead):
+            # It has not read the token before the last one if all its guesses
+            # stood.
+            fresh = 2 if index == 0 else 1
+            begin = column + index + 1 - fresh
+            part = _columns_of(tokens, begin, fresh)
+            logits, guessing = _step(
+                draft, capacity, kept, guessing, part, begin, starts, ()
+            )
+            guess, _ = choose(tokens, logits[:, -1], column + index)
+            tokens = cache.write(tokens, guess[:, None], column + index + 1, axis=1)
+        part = _columns_of(tokens, column, ahead + 1)
+        logits, own = _step(plan, capacity, kept, own, part, column, starts, ())
+        choices = [
+            choose(tokens, logits[:, index], column + index)
+            for index in range(ahead + 1)
+        ]
+        chosen = ops.stack([token for token, _ in choices], axis=1)  # (B, ahead + 1)
+        stands = ops.cast(chosen[:, :-1] == part[:, 1:], "int32")
+        stands = ops.sum(ops.cumprod(stands, axis=1), axis=1)
+        stands = ops.min(ops.where(ended, ahead, stands))
+        count = ops.minimum(ops.cast(stands, "int32"), limit - column - 1) + 1
+        for index, (token, none) in enumerate(choices):
+            going = ops.logical_and(index < count, ops.logical_not(ended))
+            stuck = ops.logical_or(stuck, ops.logical_and(none, going))
+            stops_here = ops.any(token[:, None] == stops[None, :], axis=-1)
+            ending = ops.logical_and(going, ops.logical_or(stops_here, none))
+            ended = ops.logical_or(ended, ending)
+        tokens = cache.write(tokens, chosen, column + 1, axis=1)
+        count = int(count) if isinstance(column, int) else count
+        return tokens, column + count, (own, guessing), ended, stuck
+
+    return _while(unfinished, body, state)
+
+
+def beam_loop(plan, capacity, kept, beam, state, limit, starts, stops, memory):
     """Like `loop`, with the beams of a row side by side in the batch."""
 
     def unfinished(tokens, column, entries, ended, scores, lengths):
@@ -79,8 +164,10 @@ def beam_loop(plan, capacity, beam, state, limit, starts, stops, memory):
 
     def body(tokens, column, entries, ended, scores, lengths):
         batch, num_beams = ended.shape
-        last = _column_of(tokens, column)
-        logits, entries = _step(plan, capacity, entries, last, column, starts, memory)
+        last = _columns_of(tokens, column, 1)
+        logits, entries = _step(
+            plan, capacity, kept, entries, last, column, starts, memory
+        )
         gains = ops.log_softmax(ops.cast(logits[:, -1], "float32"), axis=-1)
         vocab_size = gains.shape[-1]
         gains = ops.reshape(gains, (batch, num_beams, vocab_size))
@@ -121,11 +208,11 @@ def beam_loop(plan, capacity, beam, state, limit, starts, stops, memory):
     return _while(unfinished, body, state)
 
 
-def _column_of(tokens, column):
-    """Returns column `column` of a buffer, `(B, 1)`."""
+def _columns_of(tokens, column, count):
+    """Returns `count` columns of a buffer from `column` on, `(B, count)`."""
     if isinstance(column, int):
-        return tokens[:, column : column + 1]
-    return ops.slice(tokens, (0, column), (tokens.shape[0], 1))
+        return tokens[:, column : column + count]
+    return ops.slice(tokens, (0, column), (tokens.shape[0], count))
 
 
 def _while(condition, body, state):

@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_tx import cache, checks, kernels, masks, recording
+from keras_tx import blockwise, cache, checks, kernels, masks, recording
 from keras_tx.norms import NormTemplate
 from keras_tx.positions import check_positions, default_positions
 from keras_tx.remat import Rematerialized
@@ -230,7 +230,7 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
         if chosen == "fused":
             mixed = kernels.fused(query, key, value, mask, scale=scale)
         elif chosen == "blockwise":
-            mixed = kernels.blockwise(
+            mixed = blockwise.blockwise(
                 query,
                 key,
                 value,

@@ -11,8 +11,6 @@ import warnings
 import keras
 from keras import ops
 
-from keras_tx import masks
-
 # Far below any score, far above the smallest float32: a softmax over a row that
 # is masked throughout stays finite, and so does its gradient.
 MASKED_SCORE = -1e30
@@ -21,6 +19,26 @@ MASKED_SCORE = -1e30
 # it has few rows; see `held`.
 HELD_BLOCK = 64
 FEW_ROWS = 4
+
+
+def sizes(x):
+    """Returns the sizes of `x`, static where known."""
+    dynamic = ops.shape(x)
+    return tuple(
+        dynamic[axis] if size is None else size for axis, size in enumerate(x.shape)
+    )
+
+
+def dtype_name(x):
+    """Returns the dtype of `x` as a string."""
+    return keras.backend.standardize_dtype(x.dtype)
+
+
+def group_heads(x, num_kv_heads, groups):
+    """Splits heads: `(1|B, 1|N, t, s)` -> `(1|B, 1|K, 1|G, t, s)`."""
+    rows, heads, *rest = sizes(x)
+    split = (1, 1) if heads == 1 else (num_kv_heads, groups)
+    return ops.reshape(x, (rows, *split, *rest))
 
 
 def einsum_float32(equation, *operands):
@@ -63,7 +81,7 @@ def rowwise(layer, x):
     all of them held and then summed, which on a CPU can take longer than the
     rest of a training step.
     """
-    batch, length = _sizes(x)[:2]
+    batch, length = sizes(x)[:2]
     result = layer(ops.reshape(x, (-1, *x.shape[2:])))
     return ops.reshape(result, (batch, length, *result.shape[1:]))
 
@@ -81,7 +99,7 @@ def project(x, kernel, equation):
     rows = ops.reshape(x, (-1, x.shape[-1]))
     result = einsum_float32(equation, rows, kernel)
     # Sizes that are known stay known.
-    shape = (*_sizes(x)[:-1], result.shape[-1])
+    shape = (*sizes(x)[:-1], result.shape[-1])
     return ops.reshape(result, shape)
 
 
@@ -91,7 +109,7 @@ def scores(query, key, *, scale, soft_cap=None, bias=None):
     `soft_cap` bends scores into (-cap, cap) by `cap * tanh(score / cap)`;
     `bias` is added behind it.
     """
-    batch, length, num_heads, head_dim = _sizes(query)
+    batch, length, num_heads, head_dim = sizes(query)
     num_kv_heads = key.shape[2]
     if num_heads == num_kv_heads:
         result = einsum_float32("btnh,bsnh->bnts", query, key)
@@ -142,7 +160,7 @@ def masked_softmax(scores, mask, rows_may_be_empty):
 
 def mix(weights, value):
     """Returns the weighted sum of values, `(B, T, N, H)`, in `value`'s dtype."""
-    batch, num_heads, length, num_keys = _sizes(weights)
+    batch, num_heads, length, num_keys = sizes(weights)
     num_kv_heads, head_dim = value.shape[2], value.shape[3]
     dtype = value.dtype
     if keras.backend.backend() == "jax":
@@ -214,14 +232,6 @@ def dense(
     return mixed, weights
 
 
-def _sizes(x):
-    """Returns the sizes of `x`, static where known."""
-    dynamic = ops.shape(x)
-    return tuple(
-        dynamic[axis] if size is None else size for axis, size in enumerate(x.shape)
-    )
-
-
 def held(
     query,
     held,
@@ -247,7 +257,7 @@ def held(
         Tuple of the mixed values `(B, T, N, H)` in the query's dtype and the
         weights `(B, N, T, S)`, or `None` where they are not wanted.
     """
-    batch, length, num_heads, head_dim = _sizes(query)
+    batch, length, num_heads, head_dim = sizes(query)
     key, value, allowed = held.key, held.value, held.allowed
     scale_of = (held.key_scale, held.value_scale)
     num_kv_heads, slots = key.shape[1], key.shape[2]
@@ -264,7 +274,7 @@ def held(
         bias = ops.cast(bias, "float32")
         while len(bias.shape) < 4:
             bias = bias[None]
-        bias = _grouped(bias, num_kv_heads, groups)
+        bias = group_heads(bias, num_kv_heads, groups)
 
     def plain(x, scale):
         """Keys or values as they were before they were kept in another dtype."""
@@ -312,9 +322,9 @@ def held(
                 return x[index]
             starts = [0] * len(x.shape)
             starts[axis] = start
-            sizes = list(x.shape)
-            sizes[axis] = size
-            return ops.slice(x, starts, sizes)
+            shape = list(x.shape)
+            shape[axis] = size
+            return ops.slice(x, starts, shape)
 
         of_bias = bias if bias is None or bias.shape[-1] == 1 else cut(bias, 4)
         scales = (None if x is None else cut(x, 2) for x in scale_of)
@@ -349,7 +359,7 @@ def held(
         return mixed / ops.where(total > 0, total, 1.0)
 
     filled = held.filled
-    raw_dtype = "float64" if _name(query.dtype) == "float64" else "float32"
+    raw_dtype = "float64" if dtype_name(query) == "float64" else "float32"
     if not return_weights and isinstance(filled, int):
         mixed, _ = at_once(*of_slots(0, min(filled, slots)))
         return restore(mixed), None
@@ -358,9 +368,9 @@ def held(
         if batch <= FEW_ROWS and slots % HELD_BLOCK == 0:
             return restore(in_blocks(filled)), None
         # Many rows fill the cores by themselves; a loop would only add to it.
-        sizes = sorted({-(-slots * part // 8) for part in range(1, 9)})
-        branches = [lambda size=size: at_once(*of_slots(0, size))[0] for size in sizes]
-        index = sum(ops.cast(filled > size, "int32") for size in sizes[:-1])
+        ends = sorted({-(-slots * part // 8) for part in range(1, 9)})
+        branches = [lambda size=size: at_once(*of_slots(0, size))[0] for size in ends]
+        index = sum(ops.cast(filled > size, "int32") for size in ends[:-1])
         return restore(ops.switch(index, branches)), None
     key, value = map(plain, (key, value), scale_of)
     mixed, weights = at_once(key, value, allowed, bias)
@@ -414,7 +424,7 @@ def choose(wish, query, key, value, mask, *, plain):
     alone = alone and mask.window is None and mask.segments is None
     plain = plain and alone and query.shape[2] == key.shape[2]
     plain = plain and query.shape[-1] == value.shape[-1]
-    plain = plain and _name(query.dtype) != "float64"  # torch's is not as exact
+    plain = plain and dtype_name(query) != "float64"  # torch's is not as exact
     possible = {
         "fused": plain and (known or not mask.causal),
         "blockwise": known and length > 0 and num_keys > 0,
@@ -447,7 +457,7 @@ def _has_fused_kernel(query):
     if keras.backend.backend() == "jax":
         import jax
 
-        half = _name(query.dtype) in ("float16", "bfloat16")
+        half = dtype_name(query) in ("float16", "bfloat16")
         return half and jax.default_backend() == "gpu"
     return False
 
@@ -457,396 +467,3 @@ def fused(query, key, value, mask, *, scale):
     return ops.dot_product_attention(
         query, key, value, scale=scale, is_causal=mask.causal
     )
-
-
-# ----------------------------------------------------------------------------
-# Block by block
-# ----------------------------------------------------------------------------
-
-# Queries that are worked on at once. Their scores, B N x 256 x S, are all that
-# ever exists of the scores.
-BLOCK = 256
-
-
-def blockwise(
-    query,
-    key,
-    value,
-    mask,
-    *,
-    scale,
-    soft_cap=None,
-    bias=None,
-    dropout=None,
-):
-    """Attention in memory linear in the number of tokens.
-
-    Some queries at a time attend to the keys that causality and window leave
-    them, one block behind the other. Weights are not kept for the gradient but
-    made again, as in FlashAttention
-    ([Dao et al., 2022](https://arxiv.org/abs/2205.14135)). T must be known.
-
-    Args:
-        query: `(B, T, N, H)`.
-        key: `(B, S, K, H)`.
-        value: `(B, S, K, H)`.
-        mask: A `Mask`.
-        scale: Number that multiplies the dot products.
-        soft_cap: Optional bound of the scores.
-        bias: Optional scores to add, broadcastable to `(B, N, T, S)`.
-        dropout: Optional tuple `(rate, seed)`, the seed a tensor.
-
-    Returns:
-        The mixed values `(B, T, N, H)` in `value`'s dtype.
-    """
-    batch, length, num_heads, head_dim = _sizes(query)
-    num_keys, num_kv_heads = _sizes(key)[1:3]
-    groups = num_heads // num_kv_heads
-    dtype = value.dtype
-    seen = mask.keys_that_may_be_seen()
-    if seen is not None:
-        # 0 x NaN is NaN still: what no query sees is zeroed before it is mixed.
-        key = ops.where(seen[:, :, None, None], key, 0.0)
-        value = ops.where(seen[:, :, None, None], value, 0.0)
-    # Scaled in float32 at least, as the scores of `dense` are.
-    query = ops.cast(query, "float64" if _name(dtype) == "float64" else "float32")
-    # (B, T, N, H) -> (B, K, G, T, H): a key head and the queries that share it.
-    query = ops.reshape(query * scale, (batch, length, num_kv_heads, groups, head_dim))
-    query = ops.transpose(query, (0, 2, 3, 1, 4))
-    key = ops.transpose(key, (0, 2, 1, 3))
-    value = ops.transpose(value, (0, 2, 1, 3))
-    if bias is not None:
-        while len(bias.shape) < 4:
-            bias = bias[None]
-        bias = _grouped(bias, num_kv_heads, groups)
-    work = _Blocks(mask, num_kv_heads, groups, length, num_keys, soft_cap, dropout)
-    mixed = work(query, key, value, bias)
-    mixed = ops.transpose(mixed, (0, 3, 1, 2, 4))
-    mixed = ops.reshape(mixed, (batch, length, num_heads, value.shape[-1]))
-    if mask.queries is not None:
-        mixed = ops.where(mask.queries[:, :, None, None], mixed, 0.0)
-    return ops.cast(mixed, dtype)
-
-
-class _Blocks:
-    """What `blockwise` does with heads that are laid out, and its gradient.
-
-    Queries are `(B, K, G, T, H)`, scaled; keys and values `(B, K, S, H)`; a bias
-    `(1 or B, 1 or K, 1 or G, 1 or T, 1 or S)`.
-    """
-
-    def __init__(self, mask, num_kv_heads, groups, length, num_keys, soft_cap, dropout):
-        self.mask = mask
-        self.num_kv_heads = num_kv_heads
-        self.groups = groups
-        self.length = length
-        self.num_keys = num_keys
-        self.soft_cap = soft_cap
-        self.dropout = dropout
-
-    def __call__(self, query, key, value, bias):
-        tensors = [query, key, value] if bias is None else [query, key, value, bias]
-        return _with_gradient(self.forward, self.backward, tensors, self.constants())
-
-    def constants(self):
-        """Tensors that the gradient needs, and that have none."""
-        mask = self.mask
-        found = [*mask.keys, *mask.pairs]
-        found += [] if mask.segments is None else [mask.segments]
-        return found + ([] if self.dropout is None else [self.dropout[1]])
-
-    def plan(self):
-        """Returns `(first query, queries, first key, keys)` of each block."""
-        offset = self.num_keys - self.length if self.mask.causal else 0
-        found = []
-        for start in range(0, self.length, BLOCK):
-            size = min(BLOCK, self.length - start)
-            low, high = 0, self.num_keys
-            if self.mask.causal:
-                high = start + size + offset
-            elif self.mask.window is not None:
-                high = start + size - 1 + self.mask.window
-            if self.mask.window is not None:
-                low = start + offset - self.mask.window + 1
-            high = max(1, min(high, self.num_keys))
-            low = min(max(0, low), high - 1)
-            found.append((start, size, low, high - low))
-        return found
-
-    def weights(self, block, query, key, bias, constants):
-        """Returns weights, scores before the cap's slope, and what was dropped."""
-        start, size, low, width = block
-        keys = ops.cast(key[:, :, low : low + width], query.dtype)
-        queries = query[:, :, :, start : start + size]
-        shape = (*_sizes(queries)[:4], width)
-        flat = _flat(queries)
-        scores = ops.reshape(einsum_float32("bkqh,bksh->bkqs", flat, keys), shape)
-        slope = None
-        if self.soft_cap is not None:
-            bent = ops.tanh(scores / self.soft_cap)
-            scores, slope = self.soft_cap * bent, 1.0 - ops.square(bent)
-        allowed = self.allowed(block, constants, _zero(query))
-        maybe_empty = self.mask.may_leave_queries_without_keys()
-        if bias is not None:
-            part = ops.cast(_cut(bias, block), scores.dtype)
-            scores = scores + part
-            possible = ops.not_equal(part, -math.inf)
-            allowed = (
-                possible if allowed is None else ops.logical_and(allowed, possible)
-            )
-            maybe_empty = True
-        weights = masked_softmax(scores, allowed, maybe_empty)
-        kept = None
-        if self.dropout is not None:
-            rate, seed = self.dropout[0], constants[-1]
-            kept = _kept(ops.shape(weights), rate, seed, start // BLOCK)
-            kept = ops.cast(kept, weights.dtype) / (1.0 - rate)
-        return weights, slope, kept
-
-    def allowed(self, block, constants, zero):
-        """Returns the mask of a block, `(1|B, 1|K, 1|G, q, s)`, or `None`."""
-        start, size, low, width = block
-        mask, parts = self.mask, []
-        constants = list(constants)
-        for _ in mask.keys:
-            parts.append(constants.pop(0)[:, None, None, None, low : low + width])
-        for _ in mask.pairs:
-            pairs = _grouped(constants.pop(0), self.num_kv_heads, self.groups)
-            parts.append(_cut(pairs, block))
-        if mask.segments is not None:
-            ids = constants.pop(0)
-            same = ids[:, start : start + size, None] == ids[:, None, low : low + width]
-            parts.append(same[:, None, None])
-        if mask.causal or mask.window is not None:
-            parts.append(mask.band(block, self.length, self.num_keys, zero))
-        return masks.all_of(parts)
-
-    def forward(self, tensors, constants):
-        query, key, value, *bias = tensors
-        bias = bias[0] if bias else None
-        outputs = []
-        for block in self.plan():
-            query_, key_, value_ = _after(outputs[-1:], query, key, value)
-            weights, _, kept = self.weights(block, query_, key_, bias, constants)
-            if kept is not None:
-                weights = weights * kept
-            _, _, low, width = block
-            outputs.append(_times(weights, value_[:, :, low : low + width]))
-        return outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=3)
-
-    def backward(self, tensors, constants, mixed, upstream):
-        query, key, value, *bias = tensors
-        bias = bias[0] if bias else None
-        # How a softmax bends: each score's gradient less their weighted mean,
-        # which is the mean of upstream times output.
-        upstream = ops.cast(upstream, mixed.dtype)
-        mean = ops.sum(upstream * mixed, axis=-1, keepdims=True)
-        of_query, of_bias = [], None
-        of_key = _Sum(key, mixed.dtype)
-        of_value = _Sum(value, mixed.dtype)
-        if bias is not None:
-            of_bias = ops.zeros(_sizes(bias), mixed.dtype)
-        previous = []
-        for block in self.plan():
-            start, size, low, width = block
-            query_, key_, value_, up = _after(previous, query, key, value, upstream)
-            weights, slope, kept = self.weights(block, query_, key_, bias, constants)
-            up = up[:, :, :, start : start + size]
-            values = ops.cast(value_[:, :, low : low + width], mixed.dtype)
-            of_weights = einsum_float32("bkqh,bksh->bkqs", _flat(up), values)
-            of_weights = ops.reshape(of_weights, ops.shape(weights))
-            dropped = weights
-            if kept is not None:
-                of_weights, dropped = of_weights * kept, weights * kept
-            part = einsum_float32("bkqs,bkqh->bksh", _flat(dropped), _flat(up))
-            of_value.add(low, part)
-            of_scores = weights * (of_weights - mean[:, :, :, start : start + size])
-            if bias is not None:
-                of_bias = of_bias + _uncut(of_scores, bias, block)
-            if slope is not None:
-                of_scores = of_scores * slope
-            keys = ops.cast(key_[:, :, low : low + width], mixed.dtype)
-            of_query.append(_times(of_scores, keys))
-            queries = ops.cast(query_[:, :, :, start : start + size], mixed.dtype)
-            part = einsum_float32("bkqs,bkqh->bksh", _flat(of_scores), _flat(queries))
-            of_key.add(low, part)
-            previous = [of_key.total, of_value.total, of_query[-1]]
-        of_query = of_query[0] if len(of_query) == 1 else ops.concatenate(of_query, 3)
-        found = [of_query, of_key.total, of_value.total]
-        found += [] if bias is None else [of_bias]
-        return [ops.cast(g, x.dtype) for g, x in zip(found, tensors, strict=True)]
-
-
-class _Sum:
-    """Gradients of `(B, K, S, H)`, added up slots by slots."""
-
-    def __init__(self, like, dtype):
-        self.total = ops.zeros(_sizes(like), dtype)
-        self.num_slots = like.shape[2]
-
-    def add(self, low, part):
-        behind = self.num_slots - low - part.shape[2]
-        if keras.backend.backend() == "torch":
-            # In place: nobody else has seen this tensor.
-            self.total[:, :, low : low + part.shape[2]] += part
-        else:
-            self.total = self.total + ops.pad(
-                part, ((0, 0), (0, 0), (low, behind), (0, 0))
-            )
-
-
-def _grouped(x, num_kv_heads, groups):
-    """Splits heads: `(1|B, 1|N, t, s)` -> `(1|B, 1|K, 1|G, t, s)`."""
-    rows, heads, *rest = _sizes(x)
-    split = (1, 1) if heads == 1 else (num_kv_heads, groups)
-    return ops.reshape(x, (rows, *split, *rest))
-
-
-def _flat(x):
-    """Merges what shares a key head: `(B, K, G, q, s)` -> `(B, K, G q, s)`."""
-    batch, heads, groups, length, last = _sizes(x)
-    return ops.reshape(x, (batch, heads, groups * length, last))
-
-
-def _times(weights, x):
-    """Weighted sums: `(B, K, G, q, s)`, `(B, K, s, H)` -> `(B, K, G, q, H)`."""
-    shape = (*_sizes(weights)[:-1], x.shape[-1])
-    x = ops.cast(x, weights.dtype)
-    return ops.reshape(einsum_float32("bkqs,bksh->bkqh", _flat(weights), x), shape)
-
-
-def _cut(x, block):
-    """Returns the last two axes of a block, where they aren't 1."""
-    start, size, low, width = block
-    if x.shape[-2] != 1:
-        x = x[..., start : start + size, :]
-    if x.shape[-1] != 1:
-        x = x[..., low : low + width]
-    return x
-
-
-def _uncut(x, like, block):
-    """Sums a block to where it came from in `like`, zeros around it."""
-    start, size, low, width = block
-    axes = [axis for axis in range(5) if like.shape[axis] == 1]
-    if axes:
-        x = ops.sum(x, axis=axes, keepdims=True)
-    before, behind = [0] * 5, [0] * 5
-    if like.shape[3] != 1:
-        before[3], behind[3] = start, like.shape[3] - start - size
-    if like.shape[4] != 1:
-        before[4], behind[4] = low, like.shape[4] - low - width
-    return ops.pad(x, list(zip(before, behind, strict=True)))
-
-
-def _kept(shape, rate, seed, index):
-    """Returns which weights of a block stay, the same for the same seed."""
-    mixing = ops.convert_to_tensor([0, index], dtype=seed.dtype)
-    return keras.random.uniform(shape, seed=_Drawn(seed + mixing)) >= rate
-
-
-class _Drawn(keras.random.SeedGenerator):
-    """A seed that was drawn before: Keras takes no tensor for a seed."""
-
-    def __init__(self, seed):
-        self.drawn = seed
-
-    def next(self, ordered=True):
-        return self.drawn
-
-
-def _after(previous, *tensors):
-    """Returns `tensors`, not to be used before all of `previous` exist.
-
-    Blocks don't depend on each other, so that a graph would compute them all at
-    once and hold the scores of all.
-    """
-    if not previous:
-        return tensors
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        with tf.control_dependencies(previous):
-            return tuple(tf.identity(x) for x in tensors)
-    if keras.backend.backend() == "jax":
-        # XLA drops its optimization barriers before it schedules, but not a sum:
-        # of 0, unless the last block begins with one not-a-number out of millions.
-        import jax
-
-        first = jax.numpy.reshape(previous[0], (-1,))[:1].sum().astype("float32")
-        rare = jax.lax.bitcast_convert_type(first, "int32") == 0x7FC12345
-        return tuple(
-            x + rare.astype(x.dtype) if len(x.shape) == 5 else x for x in tensors
-        )
-    return tensors
-
-
-def _zero(x):
-    """Returns an integer 0 that no compiler knows to be 0.
-
-    TensorFlow would compute the triangle of causality of every block beforehand
-    and keep them all: a gigabyte at 16,384 tokens.
-    """
-    if keras.backend.backend() != "tensorflow":
-        return 0
-    import tensorflow as tf
-
-    one = tf.cast(tf.reduce_sum(tf.reshape(x, (-1,))[:1]), tf.float32)
-    return tf.bitwise.bitwise_and(tf.bitcast(one, tf.int32), 0)
-
-
-def _with_gradient(forward, backward, tensors, constants):
-    """Returns `forward(tensors, constants)`, with a gradient of one's own.
-
-    `backward(tensors, constants, result, upstream)` returns those of `tensors`.
-    `keras.ops.custom_gradient` has no place for the constants: JAX needs to know
-    them, torch would keep them, and a boolean has no gradient to return.
-    """
-    count = len(tensors)
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        @tf.custom_gradient
-        def run(*tensors):
-            result = forward(tensors, constants)
-            return result, lambda up: backward(tensors, constants, result, up)
-
-        return run(*tensors)
-    if keras.backend.backend() == "jax":
-        import jax
-
-        @jax.custom_vjp
-        def run(tensors, constants):
-            return forward(tensors, constants)
-
-        def run_forward(tensors, constants):
-            result = forward(tensors, constants)
-            return result, (tensors, constants, result)
-
-        def run_backward(kept, upstream):
-            return tuple(backward(*kept, upstream)), None
-
-        run.defvjp(run_forward, run_backward)
-        return run(tuple(tensors), tuple(constants))
-    import torch
-
-    class Run(torch.autograd.Function):
-        """The two as torch wants them."""
-
-        @staticmethod
-        def forward(ctx, *inputs):
-            result = forward(inputs[:count], inputs[count:])
-            ctx.save_for_backward(*inputs, result)
-            return result
-
-        @staticmethod
-        def backward(ctx, upstream):
-            *inputs, result = ctx.saved_tensors
-            found = backward(inputs[:count], inputs[count:], result, upstream)
-            return (*found, *(None for _ in constants))
-
-    return Run.apply(*tensors, *constants)
-
-
-def _name(dtype):
-    return keras.backend.standardize_dtype(dtype)

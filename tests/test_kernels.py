@@ -10,7 +10,7 @@ from keras import ops
 from numeric import assert_near, gradients, normal, to_numpy
 
 import keras_tx as tx
-from keras_tx import kernels, masks
+from keras_tx import blockwise, kernels, masks
 
 BATCH, HEADS, KEY_HEADS, DIM, VALUE_DIM = 2, 4, 2, 6, 3
 RNG = np.random.default_rng(7)
@@ -46,7 +46,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Five queries a block, so that thirteen make two whole ones and a rest."""
-    monkeypatch.setattr(kernels, "BLOCK", 5)
+    monkeypatch.setattr(blockwise, "BLOCK", 5)
 
 
 def compiled(function):
@@ -224,7 +224,7 @@ def test_a_block_has_the_mask_of_its_part():
 
 def test_blocks_leave_out_keys_that_nobody_sees():
     def widths(mask, num_keys):
-        work = kernels._Blocks(mask, 1, 1, 13, num_keys, None, None)
+        work = blockwise._Blocks(mask, 1, 1, 13, num_keys, None, None)
         return [(low, width) for _, _, low, width in work.plan()]
 
     assert widths(masks.Mask(causal=True), 13) == [(0, 5), (0, 10), (0, 13)]

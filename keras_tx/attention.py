@@ -211,7 +211,7 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
                     queries=mask.queries,
                     scale=scale,
                     soft_cap=self.soft_cap,
-                    bias=bias,
+                    bias=blockwise.whole(bias),
                     return_weights=return_attention_scores,
                 )
                 if return_attention_scores:
@@ -226,40 +226,32 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
             mask,
             plain=self.soft_cap is None and bias is None and drop is None,
         )
-        mixed = None
+        options = {"scale": scale, "soft_cap": self.soft_cap}
         if chosen == "fused":
             mixed = kernels.fused(query, key, value, mask, scale=scale)
         elif chosen == "blockwise":
+            dropout = drop and (self.dropout, self.seed_generator.next())
             mixed = blockwise.blockwise(
+                query, key, value, mask, bias=bias, dropout=dropout, **options
+            )
+        else:
+            mixed, weights = kernels.dense(
                 query,
                 key,
                 value,
                 mask,
-                scale=scale,
-                soft_cap=self.soft_cap,
-                bias=bias,
-                dropout=drop and (self.dropout, self.seed_generator.next()),
+                bias=blockwise.whole(bias),
+                drop=drop,
+                **options,
             )
-        if mixed is not None:
-            if not return_attention_scores:
-                return mixed
-            # Asking for scores doesn't change the output, in no bit, and the
-            # weights are those before dropout.
-            drop = None
-        written_out, weights = kernels.dense(
-            query,
-            key,
-            value,
-            mask,
-            scale=scale,
-            soft_cap=self.soft_cap,
-            bias=bias,
-            drop=drop,
-        )
-        mixed = written_out if mixed is None else mixed
-        if return_attention_scores:
-            return mixed, ops.cast(weights, self.compute_dtype)
-        return mixed
+        if not return_attention_scores:
+            return mixed
+        if chosen != "dense":
+            # Asking for scores doesn't change the output, in no bit.
+            weights, _ = kernels.weights(
+                query, key, mask, bias=blockwise.whole(bias), **options
+            )
+        return mixed, ops.cast(weights, self.compute_dtype)
 
     def _mask_and_bias(
         self,
@@ -793,12 +785,11 @@ class MultiHead(Rematerialized, keras.layers.Layer):
             key_heads, value_heads = project()
             key_positions = scope.key_positions
         if hasattr(self.position, "bias"):
-            by_distance = self.position.bias(query_positions, key_positions)
-            if bias is not None:
-                wide = "float64" if self.compute_dtype == "float64" else "float32"
-                bias = ops.cast(bias, wide) + ops.cast(by_distance, wide)
-            else:
-                bias = by_distance
+            bias = blockwise.PositionBias(
+                self.position, query_positions, key_positions, added=bias
+            )
+            if type(self.attention).attend is not ScaledAttention.attend:
+                bias = bias.whole()  # a user's own knows tensors
         recorder = recording.scope()
         result = self.attention.attend(
             query_heads,

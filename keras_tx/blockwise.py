@@ -3,17 +3,77 @@
 Shapes as in `keras_tx.kernels`, and the same results.
 """
 
+import dataclasses
 import math
+from typing import Any
 
 import keras
 from keras import ops
 
 from keras_tx import kernels, masks
-from keras_tx.recompute import after, unknown_zero, with_gradient
+from keras_tx.recompute import after, pull_back, unknown_zero, with_gradient
 
 # Queries that are worked on at once. Their scores, B N x 256 x S, are all that
 # ever exists of the scores.
 BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionBias:
+    """The bias of a position layer, not yet made.
+
+    Kept apart so that only the block that is worked on need exist.
+
+    Args:
+        position: A layer with `bias(query_positions, key_positions)`.
+        query_positions: Integers, `(T,)` or `(B, T)`.
+        key_positions: Integers, `(S,)` or `(B, S)`.
+        added: Optional scores to add to it, broadcastable to `(B, N, T, S)`.
+    """
+
+    position: Any
+    query_positions: Any
+    key_positions: Any
+    added: Any = None
+
+    def whole(self):
+        """Returns all of it, `(N, T, S)` or `(B, N, T, S)`."""
+        bias = self.position.bias(self.query_positions, self.key_positions)
+        if self.added is None:
+            return bias
+        names = {kernels.dtype_name(x) for x in (self.added, bias)}
+        wide = "float64" if "float64" in names else "float32"
+        return ops.cast(self.added, wide) + ops.cast(bias, wide)
+
+    def weights(self):
+        """Returns the values of the position layer's variables, by gradient or not.
+
+        As they are here and now: an autocast scope is no longer open where
+        gradients are made.
+        """
+        layer = self.position
+        return [
+            [ops.convert_to_tensor(v.value) for v in variables]
+            for variables in (layer.trainable_variables, layer.non_trainable_variables)
+        ]
+
+    def part(self, block, query_positions, key_positions, trainable, others):
+        """Returns the bias of a block, `(1 or B, N, q, s)`, of given weights."""
+        start, size, low, width = block
+        layer = self.position
+        variables = [*layer.trainable_variables, *layer.non_trainable_variables]
+        mapping = list(zip(variables, [*trainable, *others], strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            bias = layer.bias(
+                query_positions[..., start : start + size],
+                key_positions[..., low : low + width],
+            )
+        return bias if len(bias.shape) == 4 else bias[None]
+
+
+def whole(bias):
+    """Returns a bias as one tensor, or `None` for `None`."""
+    return bias.whole() if isinstance(bias, PositionBias) else bias
 
 
 def blockwise(
@@ -41,7 +101,8 @@ def blockwise(
         mask: A `Mask`.
         scale: Number that multiplies the dot products.
         soft_cap: Optional bound of the scores.
-        bias: Optional scores to add, broadcastable to `(B, N, T, S)`.
+        bias: Optional scores to add, broadcastable to `(B, N, T, S)`, or a
+            `PositionBias`.
         dropout: Optional tuple `(rate, seed)`, the seed a tensor.
 
     Returns:
@@ -65,11 +126,15 @@ def blockwise(
     query = ops.transpose(query, (0, 2, 3, 1, 4))
     key = ops.transpose(key, (0, 2, 1, 3))
     value = ops.transpose(value, (0, 2, 1, 3))
+    by_position = bias if isinstance(bias, PositionBias) else None
+    bias = bias if by_position is None else by_position.added
     if bias is not None:
         while len(bias.shape) < 4:
             bias = bias[None]
         bias = kernels.group_heads(bias, num_kv_heads, groups)
-    work = _Blocks(mask, num_kv_heads, groups, length, num_keys, soft_cap, dropout)
+    work = _Blocks(
+        mask, num_kv_heads, groups, length, num_keys, soft_cap, dropout, by_position
+    )
     mixed = work(query, key, value, bias)
     mixed = ops.transpose(mixed, (0, 3, 1, 2, 4))
     mixed = ops.reshape(mixed, (batch, length, num_heads, value.shape[-1]))
@@ -85,7 +150,17 @@ class _Blocks:
     `(1 or B, 1 or K, 1 or G, 1 or T, 1 or S)`.
     """
 
-    def __init__(self, mask, num_kv_heads, groups, length, num_keys, soft_cap, dropout):
+    def __init__(
+        self,
+        mask,
+        num_kv_heads,
+        groups,
+        length,
+        num_keys,
+        soft_cap=None,
+        dropout=None,
+        position=None,
+    ):
         self.mask = mask
         self.num_kv_heads = num_kv_heads
         self.groups = groups
@@ -93,17 +168,24 @@ class _Blocks:
         self.num_keys = num_keys
         self.soft_cap = soft_cap
         self.dropout = dropout
+        self.position = position
 
     def __call__(self, query, key, value, bias):
-        tensors = [query, key, value] if bias is None else [query, key, value, bias]
-        return with_gradient(self.forward, self.backward, tensors, self.constants())
-
-    def constants(self):
-        """Tensors that the gradient needs, and that have none."""
-        mask = self.mask
-        found = [*mask.keys, *mask.pairs]
-        found += [] if mask.segments is None else [mask.segments]
-        return found + ([] if self.dropout is None else [self.dropout[1]])
+        mask, position = self.mask, self.position
+        tensors = {"query": query, "key": key, "value": value}
+        if bias is not None:
+            tensors["bias"] = bias
+        # What has no gradient.
+        constants = {
+            "keys": list(mask.keys),
+            "pairs": list(mask.pairs),
+            "segments": [] if mask.segments is None else [mask.segments],
+            "seed": [] if self.dropout is None else [self.dropout[1]],
+        }
+        if position is not None:
+            tensors["of_position"], constants["of_position"] = position.weights()
+            constants["positions"] = [position.query_positions, position.key_positions]
+        return with_gradient(self.forward, self.backward, tensors, constants)
 
     def plan(self):
         """Returns `(first query, queries, first key, keys)` of each block."""
@@ -123,88 +205,88 @@ class _Blocks:
             found.append((start, size, low, high - low))
         return found
 
-    def weights(self, block, query, key, bias, constants):
-        """Returns weights, scores before the cap's slope, and what was dropped."""
+    def weights(self, block, query, key, tensors, constants):
+        """Returns weights, the slope of the soft cap, and what dropout keeps."""
         start, size, low, width = block
         keys = ops.cast(key[:, :, low : low + width], query.dtype)
         queries = query[:, :, :, start : start + size]
         shape = (*kernels.sizes(queries)[:4], width)
-        flat = _flat(queries)
-        scores = ops.reshape(
-            kernels.einsum_float32("bkqh,bksh->bkqs", flat, keys), shape
-        )
+        scores = kernels.einsum_float32("bkqh,bksh->bkqs", _flat(queries), keys)
+        scores = ops.reshape(scores, shape)
         slope = None
         if self.soft_cap is not None:
             bent = ops.tanh(scores / self.soft_cap)
             scores, slope = self.soft_cap * bent, 1.0 - ops.square(bent)
-        allowed = self.allowed(block, constants, unknown_zero(query))
+        parts = [self.allowed(block, constants, unknown_zero(query))]
         maybe_empty = self.mask.may_leave_queries_without_keys()
-        if bias is not None:
-            part = ops.cast(_cut(bias, block), scores.dtype)
-            scores = scores + part
-            possible = ops.not_equal(part, -math.inf)
-            allowed = (
-                possible if allowed is None else ops.logical_and(allowed, possible)
-            )
+        for bias in self.biases(block, tensors, constants):
+            bias = ops.cast(bias, scores.dtype)
+            scores = scores + bias
+            parts.append(ops.not_equal(bias, -math.inf))
             maybe_empty = True
+        allowed = masks.all_of([part for part in parts if part is not None])
         weights = kernels.masked_softmax(scores, allowed, maybe_empty)
         kept = None
         if self.dropout is not None:
-            rate, seed = self.dropout[0], constants[-1]
+            rate, (seed,) = self.dropout[0], constants["seed"]
             kept = _kept(ops.shape(weights), rate, seed, start // BLOCK)
             kept = ops.cast(kept, weights.dtype) / (1.0 - rate)
         return weights, slope, kept
 
+    def biases(self, block, tensors, constants):
+        """Returns what is added to the scores of a block, split by heads."""
+        found = [_cut(tensors["bias"], block)] if "bias" in tensors else []
+        if self.position is not None:
+            found.append(self.by_position(block, tensors["of_position"], constants))
+        return found
+
+    def by_position(self, block, weights, constants):
+        """Returns the bias by position of a block, `(1|B, K, G, q, s)`."""
+        others, positions = constants["of_position"], constants["positions"]
+        bias = self.position.part(block, *positions, weights, others)
+        return kernels.group_heads(bias, self.num_kv_heads, self.groups)
+
     def allowed(self, block, constants, zero):
         """Returns the mask of a block, `(1|B, 1|K, 1|G, q, s)`, or `None`."""
         start, size, low, width = block
-        mask, parts = self.mask, []
-        constants = list(constants)
-        for _ in mask.keys:
-            parts.append(constants.pop(0)[:, None, None, None, low : low + width])
-        for _ in mask.pairs:
-            pairs = kernels.group_heads(
-                constants.pop(0), self.num_kv_heads, self.groups
-            )
+        parts = []
+        for keys in constants["keys"]:
+            parts.append(keys[:, None, None, None, low : low + width])
+        for pairs in constants["pairs"]:
+            pairs = kernels.group_heads(pairs, self.num_kv_heads, self.groups)
             parts.append(_cut(pairs, block))
-        if mask.segments is not None:
-            ids = constants.pop(0)
+        for ids in constants["segments"]:
             same = ids[:, start : start + size, None] == ids[:, None, low : low + width]
             parts.append(same[:, None, None])
-        if mask.causal or mask.window is not None:
-            parts.append(mask.band(block, self.length, self.num_keys, zero))
+        if self.mask.causal or self.mask.window is not None:
+            parts.append(self.mask.band(block, self.length, self.num_keys, zero))
         return masks.all_of(parts)
 
     def forward(self, tensors, constants):
-        query, key, value, *bias = tensors
-        bias = bias[0] if bias else None
+        query, key, value = (tensors[name] for name in ("query", "key", "value"))
         outputs = []
         for block in self.plan():
             query_, key_, value_ = after(outputs[-1:], query, key, value)
-            weights, _, kept = self.weights(block, query_, key_, bias, constants)
+            weights, _, kept = self.weights(block, query_, key_, tensors, constants)
             if kept is not None:
                 weights = weights * kept
             _, _, low, width = block
             outputs.append(_times(weights, value_[:, :, low : low + width]))
-        return outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=3)
+        return _join(outputs)
 
     def backward(self, tensors, constants, mixed, upstream):
-        query, key, value, *bias = tensors
-        bias = bias[0] if bias else None
+        query, key, value = (tensors[name] for name in ("query", "key", "value"))
         # How a softmax bends: each score's gradient less their weighted mean,
         # which is the mean of upstream times output.
         upstream = ops.cast(upstream, mixed.dtype)
         mean = ops.sum(upstream * mixed, axis=-1, keepdims=True)
-        of_query, of_bias = [], None
         of_key = _Sum(key, mixed.dtype)
         of_value = _Sum(value, mixed.dtype)
-        if bias is not None:
-            of_bias = ops.zeros(kernels.sizes(bias), mixed.dtype)
-        previous = []
+        of_query, of_bias, of_position, previous = [], [], [], []
         for block in self.plan():
             start, size, low, width = block
             query_, key_, value_, up = after(previous, query, key, value, upstream)
-            weights, slope, kept = self.weights(block, query_, key_, bias, constants)
+            weights, slope, kept = self.weights(block, query_, key_, tensors, constants)
             up = up[:, :, :, start : start + size]
             values = ops.cast(value_[:, :, low : low + width], mixed.dtype)
             of_weights = kernels.einsum_float32("bkqh,bksh->bkqs", _flat(up), values)
@@ -215,8 +297,11 @@ class _Blocks:
             part = kernels.einsum_float32("bkqs,bkqh->bksh", _flat(dropped), _flat(up))
             of_value.add(low, part)
             of_scores = weights * (of_weights - mean[:, :, :, start : start + size])
-            if bias is not None:
-                of_bias = of_bias + _uncut(of_scores, bias, block)
+            if "bias" in tensors:
+                of_bias.append(_uncut(of_scores, tensors["bias"], block))
+            if tensors.get("of_position"):
+                part = self.of_position(block, tensors, constants, of_scores)
+                of_position = _added(of_position, part)
             if slope is not None:
                 of_scores = of_scores * slope
             keys = ops.cast(key_[:, :, low : low + width], mixed.dtype)
@@ -226,11 +311,32 @@ class _Blocks:
                 "bkqs,bkqh->bksh", _flat(of_scores), _flat(queries)
             )
             of_key.add(low, part)
-            previous = [of_key.total, of_value.total, of_query[-1]]
-        of_query = of_query[0] if len(of_query) == 1 else ops.concatenate(of_query, 3)
-        found = [of_query, of_key.total, of_value.total]
-        found += [] if bias is None else [of_bias]
-        return [ops.cast(g, x.dtype) for g, x in zip(found, tensors, strict=True)]
+            previous = [of_key.total, of_value.total, of_query[-1], *of_position]
+        found = {"query": _join(of_query), "key": of_key.total, "value": of_value.total}
+        if "bias" in tensors:
+            every_query = tensors["bias"].shape[3] == 1
+            found["bias"] = sum(of_bias) if every_query else _join(of_bias)
+        if "of_position" in tensors:
+            found["of_position"] = of_position
+        return found
+
+    def of_position(self, block, tensors, constants, of_scores):
+        """Returns the gradients of the position layer's weights from one block."""
+
+        def bias(*weights):
+            return self.by_position(block, weights, constants)
+
+        return pull_back(bias, tensors["of_position"], of_scores)
+
+
+def _join(blocks):
+    return blocks[0] if len(blocks) == 1 else ops.concatenate(blocks, axis=3)
+
+
+def _added(totals, parts):
+    if not totals:
+        return parts
+    return [x + y for x, y in zip(totals, parts, strict=True)]
 
 
 class _Sum:
@@ -277,17 +383,15 @@ def _cut(x, block):
 
 
 def _uncut(x, like, block):
-    """Sums a block to where it came from in `like`, zeros around it."""
-    start, size, low, width = block
+    """Sums a block to what of `like` it was cut from, zeros around its keys."""
+    _, _, low, width = block
     axes = [axis for axis in range(5) if like.shape[axis] == 1]
     if axes:
         x = ops.sum(x, axis=axes, keepdims=True)
-    before, behind = [0] * 5, [0] * 5
-    if like.shape[3] != 1:
-        before[3], behind[3] = start, like.shape[3] - start - size
-    if like.shape[4] != 1:
-        before[4], behind[4] = low, like.shape[4] - low - width
-    return ops.pad(x, list(zip(before, behind, strict=True)))
+    if like.shape[4] == 1:
+        return x
+    behind = like.shape[4] - low - width
+    return ops.pad(x, [(0, 0)] * 4 + [(low, behind)])
 
 
 def _kept(shape, rate, seed, index):

@@ -180,40 +180,28 @@ def mix(weights, value):
     return ops.cast(result, dtype)
 
 
-def dense(
-    query,
-    key,
-    value,
-    mask,
-    *,
-    scale,
-    soft_cap=None,
-    bias=None,
-    drop=None,
-):
-    """Attention that holds all scores at once.
+def weights(query, key, mask, *, scale, soft_cap=None, bias=None):
+    """Returns the weights of attention, and which keys some query sees.
 
     Args:
         query: `(B, T, N, H)`.
         key: `(B, S, K, H)`.
-        value: `(B, S, K, H)`.
         mask: A `Mask`.
         scale: Number that multiplies the dot products.
         soft_cap: Optional bound of the scores.
         bias: Optional scores to add, broadcastable to `(B, N, T, S)`.
-        drop: Optional function that drops some of the weights.
 
     Returns:
-        Tuple of the mixed values `(B, T, N, H)` in `value`'s dtype and the
-        weights `(B, N, T, S)`, before dropout, in at least float32.
+        Tuple of the weights `(B, N, T, S)` in at least float32, and a boolean
+        `(1 or B, S, 1, 1)`, or `None` where every key is seen.
     """
     allowed = mask.dense(ops.shape(query)[1], ops.shape(key)[1])
     rows_may_be_empty = mask.may_leave_queries_without_keys()
+    seen = None
     if rows_may_be_empty:
         # 0 x NaN is NaN still: what no query sees is zeroed before it is mixed.
-        seen = mask.seen_keys(allowed)[:, :, None, None]  # (1 or B, S, 1, 1)
+        seen = mask.seen_keys(allowed)[:, :, None, None]
         key = ops.where(seen, key, 0.0)
-        value = ops.where(seen, value, 0.0)
     if bias is not None:
         # Who masks by bias writes -inf, or -1e9, which is -inf in float16; a
         # row of nothing else would be NaN, and one of the least float32 would
@@ -221,15 +209,35 @@ def dense(
         possible = ops.not_equal(bias, -math.inf)
         allowed = possible if allowed is None else ops.logical_and(allowed, possible)
         rows_may_be_empty = True
-    weights = masked_softmax(
+    found = masked_softmax(
         scores(query, key, scale=scale, soft_cap=soft_cap, bias=bias),
         allowed,
         rows_may_be_empty,
     )
     if mask.queries is not None:
-        weights = ops.where(mask.queries[:, None, :, None], weights, 0.0)
-    mixed = mix(weights if drop is None else drop(weights), value)
-    return mixed, weights
+        found = ops.where(mask.queries[:, None, :, None], found, 0.0)
+    return found, seen
+
+
+def dense(query, key, value, mask, *, drop=None, **options):
+    """Attention that holds all scores at once.
+
+    Args:
+        query: `(B, T, N, H)`.
+        key: `(B, S, K, H)`.
+        value: `(B, S, K, H)`.
+        mask: A `Mask`.
+        drop: Optional function that drops some of the weights.
+        **options: As of `weights`.
+
+    Returns:
+        Tuple of the mixed values `(B, T, N, H)` in `value`'s dtype and the
+        weights `(B, N, T, S)`, before dropout, in at least float32.
+    """
+    found, seen = weights(query, key, mask, **options)
+    if seen is not None:
+        value = ops.where(seen, value, 0.0)
+    return mix(found if drop is None else drop(found), value), found
 
 
 def held(

@@ -5,6 +5,7 @@ they run one after the other.
 """
 
 import keras
+from keras import ops
 
 
 def after(previous, *tensors):
@@ -50,51 +51,147 @@ def unknown_zero(x):
 def with_gradient(forward, backward, tensors, constants):
     """Returns `forward(tensors, constants)`, with a gradient of one's own.
 
-    `backward(tensors, constants, result, upstream)` returns those of `tensors`.
     `keras.ops.custom_gradient` has no place for the constants: JAX needs to know
     them, torch would keep them, and a boolean has no gradient to return.
+
+    Args:
+        forward: Function of both structures that returns a tensor.
+        backward: Function of both, of that tensor and of its gradient. Returns
+            those of `tensors`, in its structure; they are cast.
+        tensors: Structure of tensors, differentiated for.
+        constants: Structure of tensors that have no gradient.
     """
-    count = len(tensors)
-    if keras.backend.backend() == "tensorflow":
+    inputs = keras.tree.flatten(tensors)
+
+    def pack(found):
+        return keras.tree.pack_sequence_as(tensors, list(found))
+
+    def slopes(*arguments):
+        found = keras.tree.flatten(backward(*arguments))
+        return [ops.cast(g, x.dtype) for g, x in zip(found, inputs, strict=True)]
+
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
         import tensorflow as tf
 
         @tf.custom_gradient
-        def run(*tensors):
+        def run(*inputs):
+            tensors = pack(inputs)
             result = forward(tensors, constants)
-            return result, lambda up: backward(tensors, constants, result, up)
+            return result, lambda up: slopes(tensors, constants, result, up)
 
-        return run(*tensors)
-    if keras.backend.backend() == "jax":
+        return run(*inputs)
+    if backend == "jax":
         import jax
 
         @jax.custom_vjp
-        def run(tensors, constants):
-            return forward(tensors, constants)
+        def run(inputs, constants):
+            return forward(pack(inputs), constants)
 
-        def run_forward(tensors, constants):
-            result = forward(tensors, constants)
-            return result, (tensors, constants, result)
+        def run_forward(inputs, constants):
+            result = run(inputs, constants)
+            return result, (inputs, constants, result)
 
         def run_backward(kept, upstream):
-            return tuple(backward(*kept, upstream)), None
+            inputs, constants, result = kept
+            return slopes(pack(inputs), constants, result, upstream), None
 
         run.defvjp(run_forward, run_backward)
-        return run(tuple(tensors), tuple(constants))
+        return run(inputs, constants)
     import torch
+
+    kept_back = keras.tree.flatten(constants)
+    count = len(inputs)
 
     class Run(torch.autograd.Function):
         """The two as torch wants them."""
 
         @staticmethod
-        def forward(ctx, *inputs):
-            result = forward(inputs[:count], inputs[count:])
-            ctx.save_for_backward(*inputs, result)
+        def forward(ctx, *flat):
+            given = keras.tree.pack_sequence_as(constants, list(flat[count:]))
+            result = forward(pack(flat[:count]), given)
+            ctx.save_for_backward(*flat, result)
             return result
 
         @staticmethod
         def backward(ctx, upstream):
-            *inputs, result = ctx.saved_tensors
-            found = backward(inputs[:count], inputs[count:], result, upstream)
-            return (*found, *(None for _ in constants))
+            *flat, result = ctx.saved_tensors
+            given = keras.tree.pack_sequence_as(constants, list(flat[count:]))
+            found = slopes(pack(flat[:count]), given, result, upstream)
+            return (*found, *(None for _ in kept_back))
 
-    return Run.apply(*tensors, *constants)
+    return Run.apply(*inputs, *kept_back)
+
+
+def pull_back(function, tensors, upstream):
+    """Returns the gradients of `function(*tensors)`, as the backend finds them.
+
+    For within a `backward` of `with_gradient`.
+
+    Args:
+        function: Function that returns a tensor.
+        tensors: List of tensors to differentiate for.
+        upstream: Gradient of what `function` returns, which broadcasts to it.
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            total = tf.reduce_sum(function(*tensors) * tf.stop_gradient(upstream))
+        found = tape.gradient(total, tensors, unconnected_gradients="zero")
+        return [tf.convert_to_tensor(g) for g in found]
+    if backend == "jax":
+        import jax
+
+        return list(
+            jax.grad(
+                lambda tensors: (function(*tensors) * upstream).sum(),
+            )(list(tensors))
+        )
+    import torch
+
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        total = (function(*inputs) * upstream).sum()
+    found = torch.autograd.grad(total, inputs, allow_unused=True)
+    return [
+        torch.zeros_like(x) if g is None else g
+        for g, x in zip(found, inputs, strict=True)
+    ]
+
+
+def in_turn(count, body, state):
+    """Returns `state` after `state = body(index, *state)`, `count` times over.
+
+    Not to be differentiated through: for within `with_gradient`.
+
+    Args:
+        count: Integer, or a tensor of it.
+        body: Function of an index and of all of `state`, which returns the like.
+        state: Tuple of tensors, whose shapes stay.
+    """
+    backend = keras.backend.backend()
+    if isinstance(count, int) and count == 1:
+        return tuple(body(0, *state))
+    if backend == "torch":
+        for index in range(count):
+            state = tuple(body(index, *state))
+        return state
+    if backend == "jax":
+        import jax
+
+        return jax.lax.fori_loop(
+            0, count, lambda index, state: tuple(body(index, *state)), tuple(state)
+        )
+    import tensorflow as tf
+
+    # One at a time: TensorFlow would begin ten at once, as far as they go.
+    _, *state = tf.while_loop(
+        lambda index, *_: index < count,
+        lambda index, *state: (index + 1, *body(index, *state)),
+        (tf.constant(0), *state),
+        parallel_iterations=1,
+    )
+    return tuple(state)

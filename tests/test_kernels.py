@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference
 from keras import ops
-from numeric import assert_near, gradients, normal, to_numpy
+from numeric import assert_near, gradients, normal, randomize, to_numpy
 
 import keras_tx as tx
 from keras_tx import blockwise, kernels, masks
@@ -224,7 +224,7 @@ def test_a_block_has_the_mask_of_its_part():
 
 def test_blocks_leave_out_keys_that_nobody_sees():
     def widths(mask, num_keys):
-        work = blockwise._Blocks(mask, 1, 1, 13, num_keys, None, None)
+        work = blockwise._Blocks(mask, 1, 1, 13, num_keys)
         return [(low, width) for _, _, low, width in work.plan()]
 
     assert widths(masks.Mask(causal=True), 13) == [(0, 5), (0, 10), (0, 13)]
@@ -310,3 +310,94 @@ def test_a_model_trains_the_same_by_blocks_and_asks_for_scores_in_vain():
     assert_near(slopes[1][0][0], slopes[0][0][0])
     for one, other in zip(slopes[1][1].values(), slopes[0][1].values(), strict=True):
         assert_near(one, other)
+
+
+def test_weights_beside_another_output_mix_no_values(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("values were mixed for nothing")
+
+    layer = tx.ScaledAttention(causal=True, implementation="blockwise")
+    query, key, value = heads()
+    expected = to_numpy(layer(query, key=key, value=value))
+    monkeypatch.setattr(kernels, "mix", refuse)
+    output, weights = layer(query, key=key, value=value, return_attention_scores=True)
+    assert np.array_equal(to_numpy(output), expected)
+    assert_near(to_numpy(weights).sum(-1), np.ones((BATCH, HEADS, 13)))
+
+
+# ----------------------------------------------------------------------------
+# Biases by position
+# ----------------------------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable("tests")
+class Clock(keras.layers.Layer):
+    """A position of a user's own: a learned wave, and a step that stays."""
+
+    def build(self, x_shape=None):
+        self.depth = self.add_weight(name="depth", shape=(HEADS, 1, 1))
+        self.pace = self.add_weight(
+            name="pace", shape=(), initializer="ones", trainable=False
+        )
+
+    def bias(self, query_positions, key_positions):
+        distance = ops.expand_dims(query_positions, -1) - ops.expand_dims(
+            key_positions, -2
+        )
+        wave = ops.sin(self.pace * ops.cast(distance, "float32"))
+        return ops.expand_dims(wave, -3) * self.depth
+
+
+POSITIONS = {
+    "alibi": lambda: tx.AlibiPosition(HEADS),
+    "relative": lambda: tx.RelativePosition(HEADS, num_buckets=8, max_distance=9),
+    "a user's": Clock,
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_biases_by_position_are_made_by_blocks_with_the_same_gradients(name):
+    x, added = normal(BATCH, 13, 8), normal(1, HEADS, 13, 13)
+    positions = np.cumsum(RNG.integers(1, 3, (BATCH, 13)), axis=1).astype("int32")
+    call = {
+        "alibi": {"key_mask": KEYS, "positions": positions},
+        "relative": {"bias": added},
+        "a user's": {"segment_ids": SEGMENTS},
+    }[name]
+    layers = [
+        tx.MultiHead(
+            HEADS,
+            num_kv_heads=2,
+            causal=True,
+            position=POSITIONS[name](),
+            attention=tx.ScaledAttention(
+                soft_cap=3.0, window=11, implementation=implementation
+            ),
+        )
+        for implementation in ("dense", "blockwise")
+    ]
+    for layer in layers:
+        layer(x)
+        randomize(layer)
+    sizes = []
+    bias = layers[1].position.bias
+
+    def noted(query_positions, key_positions):
+        found = bias(query_positions, key_positions)
+        sizes.append(tuple(found.shape)[-2:])
+        return found
+
+    object.__setattr__(layers[1].position, "bias", noted)
+    found = []
+    for layer in layers:
+
+        def total(x, layer=layer):
+            return ops.sum(ops.sin(layer(x, **call)))
+
+        found.append(gradients(layer, total, x))
+    assert max(sizes) <= (5, 13) and len(sizes) >= 3
+    assert_near(found[1][0][0], found[0][0][0])
+    for path, expected in found[0][1].items():
+        assert_near(found[1][1][path], expected)
+        assert np.abs(expected).max() > 0
+    assert_near(to_numpy(layers[1](x, **call)), to_numpy(layers[0](x, **call)))

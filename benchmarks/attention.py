@@ -8,7 +8,10 @@ Tables (sizes are batch, length, features, layers, heads, vocabulary):
 
 - `step`: a training step of a decoder against a stack of KerasHub's
   `TransformerDecoder`, at lengths of 256 to 8,192 tokens.
-- `long`: 16,384 tokens, which a stack of KerasHub's can't hold here.
+- `long`: 16,384 tokens, which a stack of KerasHub's can't hold here, with blocks
+  kept and made again (`remat`).
+- `loss`: a training step of an embedding and a head of 256 features and 50,257
+  tokens over a text of 4,096, with `ChunkedCrossentropy` and Keras' own loss.
 - `window`: a window of 256 at 8,192 and 16,384 tokens.
 - `layer`: attention alone, forward and backward, against
   `keras.ops.dot_product_attention` at 256, 1,024 and 4,096 tokens.
@@ -70,6 +73,7 @@ def keras_tx_decoder(sizes, **options):
     _, length, dim, layers, heads, vocab_size = sizes
     window = options.pop("window", None)
     implementation = options.pop("implementation", "auto")
+    remat = options.pop("remat", False)
 
     def block():
         attention = tx.MultiHead(
@@ -78,7 +82,10 @@ def keras_tx_decoder(sizes, **options):
             attention=tx.ScaledAttention(window=window, implementation=implementation),
         )
         return tx.TransformerBlock(
-            attention, tx.FeedForward(4 * dim, activation="gelu_tanh"), causal=True
+            attention,
+            tx.FeedForward(4 * dim, activation="gelu_tanh"),
+            causal=True,
+            remat=remat,
         )
 
     tokens = keras.Input((length,), dtype="int32")
@@ -186,6 +193,22 @@ def layer(who, length, steps=10):
     return measured(run, steps)
 
 
+def loss(who, sizes=(1, 4096), dim=256, vocab_size=50_257, steps=3):
+    """A head, and the loss of what it gives."""
+    import keras
+    import numpy as np
+
+    import keras_tx as tx
+
+    tokens = keras.Input((sizes[1],), dtype="int32")
+    embedding = tx.TokenEmbedding(vocab_size, dim)
+    model = tx.LanguageModel(tokens, embedding(embedding(tokens), reverse=True))
+    plain = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", plain if who == "keras" else tx.ChunkedCrossentropy())
+    ids = np.random.default_rng(0).integers(vocab_size, size=sizes).astype("int32")
+    return measured(lambda: model.train_on_batch(ids, ids), steps)
+
+
 def matrix_rate():
     """Returns the floating point operations a second of a product of matrices."""
     import numpy as np
@@ -196,7 +219,7 @@ def matrix_rate():
     return {"seconds": 2 * 2048**3 / taken["seconds"], "bytes": 0}
 
 
-FUNCTIONS = {"step": step, "layer": layer, "matrix_rate": matrix_rate}
+FUNCTIONS = {"step": step, "layer": layer, "loss": loss, "matrix_rate": matrix_rate}
 
 # ----------------------------------------------------------------------------
 # The tables
@@ -278,11 +301,31 @@ def step_table(rounds):
 
 def long_table(rounds):
     sizes = (1, 16384, 256, 4, 4, 128)
-    found = [
-        in_its_own_process("step", "keras_tx", sizes, False, steps=2)
-        for _ in range(rounds)
+    found = {"": [], ", remat": []}
+    for _ in range(rounds):
+        for name, results in found.items():
+            remat = {"remat": True} if name else {}
+            results.append(
+                in_its_own_process("step", "keras_tx", sizes, False, steps=2, **remat)
+            )
+    name = ",".join(map(str, sizes))
+    lines = [row(name + which, results) for which, results in found.items()]
+    return ["## 16,384 tokens", "", *HEADER, *lines]
+
+
+def loss_table(rounds):
+    found = {}
+    for _ in range(rounds):
+        for who in ("keras_tx", "keras"):
+            found.setdefault(who, []).append(in_its_own_process("loss", who))
+    line = row("4,096 x 50,257 logits", found["keras_tx"], found["keras"])
+    return [
+        "## The loss of a large vocabulary, against "
+        "`keras.losses.SparseCategoricalCrossentropy`",
+        "",
+        *HEADER,
+        line,
     ]
-    return ["## 16,384 tokens", "", *HEADER, row(",".join(map(str, sizes)), found)]
 
 
 def window_table(rounds):
@@ -330,6 +373,7 @@ TABLES = {
     "long": long_table,
     "window": window_table,
     "layer": layer_table,
+    "loss": loss_table,
 }
 
 

@@ -16,7 +16,8 @@ from keras_tx.inspection import (  # noqa: E402
     attention_maps,
     plot_attention,
 )
-from keras_tx.models import decoder, encoder, encoder_decoder  # noqa: E402
+from keras_tx.losses import ChunkedCrossentropy  # noqa: E402
+from keras_tx.models import LanguageModel, decoder, encoder, encoder_decoder  # noqa: E402
 from keras_tx.norms import RMSNorm  # noqa: E402
 from keras_tx.positions import (  # noqa: E402
     AlibiPosition,
@@ -52,9 +53,11 @@ __all__ = [
     "AlibiPosition",
     "AttentionHealth",
     "Beam",
+    "ChunkedCrossentropy",
     "Constrain",
     "FeedForward",
     "Greedy",
+    "LanguageModel",
     "LearnedPosition",
     "LearnedSegment",
     "LinearScaling",

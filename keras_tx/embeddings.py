@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_tx import checks, kernels
+from keras_tx import checks, losses
 from keras_tx.remat import Rematerialized
 from keras_tx.serialization import fresh_initializer, register
 
@@ -119,22 +119,31 @@ class TokenEmbedding(Rematerialized, keras.layers.ReversibleEmbedding):
         return ops.cast(rows, self.compute_dtype)
 
     def _logits(self, x):
-        # Cast by hand: a tied head would compute in whatever autocast scope it
-        # happens to be called.
         checks.floats("features", x)
         checks.features("features", x, self.dim, self)
         x = ops.cast(x, self.compute_dtype)
-        if self.tie_weights:
-            kernel = ops.cast(self.embeddings, self.compute_dtype)
-            logits = kernels.project(x, kernel, "nd,vd->nv")
-        else:
-            kernel = ops.cast(self.reverse_embeddings, self.compute_dtype)
-            logits = kernels.project(x, kernel, "nd,dv->nv")
-        if self.use_bias:
-            logits = logits + ops.cast(self.bias, logits.dtype)
-        if self.soft_cap is not None:
-            logits = self.soft_cap * ops.tanh(logits / self.soft_cap)
-        return logits
+        step = losses.put_off()
+        if step is not None:
+            return step.features(self, x)
+        return self.head().logits(x)
+
+    def head(self):
+        """Returns what turns features into logits, a `keras_tx.losses.Head`."""
+        table = self.embeddings if self.tie_weights else self.reverse_embeddings
+        return losses.Head(
+            ops.convert_to_tensor(table),
+            tied=self.tie_weights,
+            bias=ops.convert_to_tensor(self.bias) if self.use_bias else None,
+            soft_cap=self.soft_cap,
+            # By name: a tied head would compute in whatever autocast scope it
+            # happens to be called.
+            dtype=self.compute_dtype,
+        )
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        if losses.put_off() is not None:
+            return layer_call  # what it returns must come out as it is
+        return super().rematerialized_call(layer_call, *args, **kwargs)
 
     def _check_ids(self, tokens):
         # Only where values lie on the host: a device would have to be waited

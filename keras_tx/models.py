@@ -1,12 +1,13 @@
 """Whole models: encoder-only, decoder-only, encoder-decoder."""
 
+import contextlib
 import math
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_tx import checks, masks, remat
+from keras_tx import checks, losses, masks, remat
 from keras_tx.attention import MultiHead, ScaledAttention
 from keras_tx.blocks import TransformerBlock
 from keras_tx.embeddings import LearnedSegment, TokenEmbedding
@@ -129,7 +130,7 @@ def decoder(
         dtype: Dtype policy of all layers. Default: the global one.
 
     Returns:
-        A `keras.Model` with the input `tokens`.
+        A `LanguageModel`, a `keras.Model`, with the input `tokens`.
 
     Raises:
         ValueError: For options that are out of range or contradict each other.
@@ -189,7 +190,8 @@ def decoder(
     )
     x = _final_norm(x, final_norm, last, "final_norm", dtype)
     logits = embedding(x, reverse=True)
-    model = _model(_inputs(tokens=tokens, **extra), logits, name, dtype)
+    inputs = _inputs(tokens=tokens, **extra)
+    model = _model(inputs, logits, name, dtype, LanguageModel)
     _refuse_leaks(model, "tokens", vocab_size, pad_id, max_length)
     return model
 
@@ -385,7 +387,8 @@ def encoder(
             x = _dense(dim, init_stddev, "transform", dtype, transform)(x)
             norm = NormTemplate("layer") if last.norm.config is None else last.norm
             x = norm.make("transform_norm", dtype)(x)
-        return _model(inputs, embedding(x, reverse=True), name, dtype)
+        logits = embedding(x, reverse=True)
+        return _model(inputs, logits, name, dtype, LanguageModel)
 
     if output == "features" and pooler is None:
         return _model(inputs, x, name, dtype)
@@ -501,7 +504,7 @@ def encoder_decoder(
         dtype: Dtype policy of all layers. Default: the global one.
 
     Returns:
-        A `keras.Model` with the inputs `source` and `target`.
+        A `LanguageModel`, a `keras.Model`, with the inputs `source` and `target`.
 
     Raises:
         ValueError: For options that are out of range or contradict each other.
@@ -614,9 +617,55 @@ def encoder_decoder(
     if output_scale is not None:
         x = keras.layers.Rescaling(output_scale, name="output_scale", dtype=dtype)(x)
     logits = target_embedding(x, reverse=True)
-    model = _model({"source": source, "target": target}, logits, name, dtype)
+    inputs = {"source": source, "target": target}
+    model = _model(inputs, logits, name, dtype, LanguageModel)
     _refuse_leaks(model, "target", target_vocab_size, pad_id, max_length)
     return model
+
+
+@register
+class LanguageModel(keras.Model):
+    """A `keras.Model` whose logits may be put off while it trains.
+
+    What `decoder`, `encoder_decoder` and `encoder(output="tokens")` return, and
+    what to make of layers of your own in place of `keras.Model` if it is to train
+    with `ChunkedCrossentropy`, which never holds the logits of all tokens. Their
+    head must be a `TokenEmbedding`. In all else it is a `keras.Model`.
+
+    Args:
+        inputs: As for `keras.Model`.
+        outputs: Logits, `(B, T, V)`.
+        name: Optional name.
+
+    Example:
+
+    >>> tokens = keras.Input((None,), dtype="int32")
+    >>> embedding = keras_tx.TokenEmbedding(vocab_size=96, dim=16)
+    >>> x = keras_tx.TransformerBlock(2, 32, causal=True)(embedding(tokens))
+    >>> model = keras_tx.LanguageModel(tokens, embedding(x, reverse=True))
+    >>> model.compile("adamw", keras_tx.ChunkedCrossentropy())
+    """
+
+    def train_step(self, *state_and_data):
+        with self._logits_put_off():
+            return super().train_step(*state_and_data)
+
+    def test_step(self, *state_and_data):
+        with self._logits_put_off():
+            return super().test_step(*state_and_data)
+
+    def _logits_put_off(self):
+        chunked = isinstance(self.loss, losses.ChunkedCrossentropy)
+        if chunked and self._compile_metrics is None:
+            return losses.PutOff()
+        return contextlib.nullcontext()
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        step = losses.put_off()
+        with contextlib.nullcontext() if step is None else step.returned(y_pred):
+            return super().compute_loss(x, y, y_pred, sample_weight, training=training)
 
 
 # ----------------------------------------------------------------------------
@@ -850,9 +899,9 @@ def _inputs(**inputs):
     return given if len(given) > 1 else next(iter(given.values()))
 
 
-def _model(inputs, outputs, name, dtype):
+def _model(inputs, outputs, name, dtype, model_class=keras.Model):
     """Makes the model that a builder returns."""
-    model = keras.Model(inputs, outputs, name=name)
+    model = model_class(inputs, outputs, name=name)
     if dtype is not None:
         # `compile` asks the model, not its layers, whether to scale the loss.
         model.dtype_policy = dtype

@@ -1,5 +1,6 @@
 """The block that every transformer repeats."""
 
+import contextlib
 import numbers
 
 import keras
@@ -49,6 +50,10 @@ class TransformerBlock(Rematerialized, keras.layers.Layer):
             read the same input, as in GPT-NeoX; or `"none"`, to see what it
             saves us from.
         dropout: Share of each branch's features to drop while training.
+        remat: Whether to compute the block again for the gradient, instead of
+            keeping what lies between its input and its output: the memory of a
+            deep stack for a second forward pass. As in a
+            `keras.RematScope(mode="full")`, and saved.
         seed: Optional integer that makes dropout reproducible.
 
     Call arguments:
@@ -95,10 +100,13 @@ class TransformerBlock(Rematerialized, keras.layers.Layer):
         norm_position="pre",
         residual="serial",
         dropout=0.0,
+        remat=False,
         seed=None,
         **kwargs,
     ):
-        super().__init__(**kwargs)
+        self.remat = checks.boolean("remat", remat)
+        with keras.RematScope("full") if remat else contextlib.nullcontext():
+            super().__init__(**kwargs)
         self.causal = checks.boolean("causal", causal)
         self.norm = NormTemplate(norm)
         self.norm_position = checks.choice(
@@ -361,6 +369,7 @@ class TransformerBlock(Rematerialized, keras.layers.Layer):
             "norm_position": self.norm_position,
             "residual": self.residual,
             "dropout": self.dropout,
+            "remat": self.remat,
             "seed": self.seed,
         }
 

@@ -302,6 +302,14 @@ class ChunkedCrossentropy(keras.losses.Loss):
         )
 
     def call(self, y_true, y_pred):
+        if len(y_true.shape) == len(y_pred.shape) and y_true.shape[-1] == 1:
+            y_true = ops.squeeze(y_true, axis=-1)
+        if len(y_true.shape) != len(y_pred.shape) - 1:
+            raise ValueError(
+                "Each token has one label, an integer: (batch, time). Received: "
+                f"y_true.shape={tuple(y_true.shape)} for y_pred.shape="
+                f"{tuple(y_pred.shape)}."
+            )
         layer = getattr(put_off(), "layer", None)
         if layer is None:
             if not checks.while_tracing_shapes():
@@ -315,14 +323,6 @@ class ChunkedCrossentropy(keras.losses.Loss):
                 )
             return keras.losses.sparse_categorical_crossentropy(
                 y_true, y_pred, from_logits=True, ignore_class=self.ignore_class
-            )
-        if len(y_true.shape) == len(y_pred.shape) and y_true.shape[-1] == 1:
-            y_true = ops.squeeze(y_true, axis=-1)
-        if len(y_true.shape) != len(y_pred.shape) - 1:
-            raise ValueError(
-                "Each token has one label, an integer: (batch, time). Received: "
-                f"y_true.shape={tuple(y_true.shape)} for features of shape "
-                f"{tuple(y_pred.shape)}."
             )
         labels = ops.cast(y_true, "int32")
         valid = None

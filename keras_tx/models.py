@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_tx import checks, losses, masks, remat
+from keras_tx import checks, losses, masks
 from keras_tx.attention import MultiHead, ScaledAttention
 from keras_tx.blocks import TransformerBlock
 from keras_tx.embeddings import LearnedSegment, TokenEmbedding
@@ -20,6 +20,7 @@ from keras_tx.positions import (
     RotaryPosition,
     SinusoidalPosition,
 )
+from keras_tx.remat import leave_to_parts
 from keras_tx.serialization import child_config, register, replicate
 
 POSITIONS = ("rotary", "sinusoidal", "learned", "relative", "alibi")
@@ -70,6 +71,7 @@ def decoder(
     # Training and inputs
     dropout=0.0,
     init_stddev=0.02,
+    remat=False,
     packed=False,
     name="decoder",
     dtype=None,
@@ -123,6 +125,8 @@ def decoder(
         dropout: Share dropped from embeddings, attention weights and branches
             while training.
         init_stddev: Standard deviation of the initial kernels.
+        remat: Whether blocks are computed again for the gradient instead of kept:
+            less memory for more time. No matter outside of training.
         packed: Whether the model also takes `positions` and `segment_ids`,
             each `(B, T)`, so that several texts share a row unseen by each
             other.
@@ -147,6 +151,7 @@ def decoder(
         num_layers=num_layers,
         dropout=dropout,
         init_stddev=init_stddev,
+        remat=remat,
         dtype=dtype,
         num_heads=num_heads,
         hidden_dim=hidden_dim,
@@ -234,6 +239,7 @@ def encoder(
     # Training and inputs
     dropout=0.0,
     init_stddev=0.02,
+    remat=False,
     packed=False,
     name="encoder",
     dtype=None,
@@ -293,6 +299,7 @@ def encoder(
         dropout: Share dropped from embeddings, attention weights and branches
             while training.
         init_stddev: Standard deviation of the initial kernels, as in `decoder`.
+        remat: As in `decoder`.
         packed: Whether the model also takes `positions` and `segment_ids`.
             Not with `output="classes"` or a `pooler`.
         name: Name of the model.
@@ -332,6 +339,7 @@ def encoder(
         num_layers=num_layers,
         dropout=dropout,
         init_stddev=init_stddev,
+        remat=remat,
         dtype=dtype,
         num_heads=num_heads,
         hidden_dim=hidden_dim,
@@ -443,6 +451,7 @@ def encoder_decoder(
     # Training
     dropout=0.0,
     init_stddev=0.02,
+    remat=False,
     name="encoder_decoder",
     dtype=None,
 ):
@@ -500,6 +509,7 @@ def encoder_decoder(
         dropout: Share dropped from embeddings, attention weights and branches
             while training.
         init_stddev: Standard deviation of the initial kernels, as in `decoder`.
+        remat: As in `decoder`.
         name: Name of the model.
         dtype: Dtype policy of all layers. Default: the global one.
 
@@ -543,6 +553,7 @@ def encoder_decoder(
         "dim": dim,
         "dropout": dropout,
         "init_stddev": init_stddev,
+        "remat": remat,
         "dtype": dtype,
         "num_heads": num_heads,
         "hidden_dim": hidden_dim,
@@ -905,7 +916,7 @@ def _model(inputs, outputs, name, dtype, model_class=keras.Model):
     if dtype is not None:
         # `compile` asks the model, not its layers, whether to scale the loss.
         model.dtype_policy = dtype
-    remat.leave_to_parts(model)
+    leave_to_parts(model)
     return model
 
 
@@ -1026,8 +1037,9 @@ class _Placement:
         return layer
 
 
-def _block_maker(block, *, num_layers, dtype, cross=False, **options):
+def _block_maker(block, *, num_layers, remat, dtype, cross=False, **options):
     """Returns a function of index, placement and name that makes a block."""
+    checks.boolean("remat", remat)
     checks.positive_integer("num_layers", num_layers)
     checks.positive_integer("dim", options["dim"])
     checks.rate("dropout", options["dropout"])
@@ -1037,8 +1049,9 @@ def _block_maker(block, *, num_layers, dtype, cross=False, **options):
                 "`num_heads` is needed to make blocks. State it, or pass blocks "
                 "of your own."
             )
+        options = {**options, "num_layers": num_layers, "remat": remat, "cross": cross}
         return lambda index, place, name: _default_block(
-            place, name, num_layers=num_layers, dtype=dtype, cross=cross, **options
+            place, name, dtype=dtype, **options
         )
     given = {
         name: options[name]
@@ -1055,17 +1068,19 @@ def _block_maker(block, *, num_layers, dtype, cross=False, **options):
             "A block is given as a function of the layer index that returns a "
             f"fresh `TransformerBlock`. Received: {block!r}."
         )
-    return lambda index, place, name: _own_block(block(index), place, name, dtype)
+    return lambda index, place, name: _own_block(
+        block(index), place, name, remat, dtype
+    )
 
 
-def _own_block(block, place, name, dtype):
+def _own_block(block, place, name, remat, dtype):
     """A copy of a block of the user's, so that one returned twice is two."""
     if not isinstance(block, TransformerBlock):
         raise ValueError(
             "The function for blocks must return a `TransformerBlock`. Received: "
             f"{block!r}."
         )
-    overrides = {"name": name}
+    overrides = {"name": name, **({"remat": True} if remat else {})}
     if dtype is not None:
         overrides["dtype"] = dtype
     if place.kind == "heads":
@@ -1085,6 +1100,7 @@ def _default_block(
     num_heads,
     dropout,
     init_stddev,
+    remat,
     dtype,
     cross,
     hidden_dim,
@@ -1131,6 +1147,7 @@ def _default_block(
         norm=norm,
         norm_position=norm_position,
         dropout=dropout,
+        remat=remat,
         name=name,
         dtype=dtype,
     )

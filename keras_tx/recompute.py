@@ -80,7 +80,8 @@ def with_gradient(forward, backward, tensors, constants):
             result = forward(tensors, constants)
             return result, lambda up: slopes(tensors, constants, result, up)
 
-        return run(*inputs)
+        # Values: TensorFlow wants gradients of variables handed over by name.
+        return run(*(tf.convert_to_tensor(x) for x in inputs))
     if backend == "jax":
         import jax
 

@@ -222,6 +222,7 @@ def test_a_model_built_again_in_one_process_is_the_same_model(tmp_path):
 SCOPES = {
     "full": {"mode": "full"},
     "blocks": {"mode": "list_of_layers", "layer_names": ["block_0", "block_1"]},
+    "option": {"remat": True},
 }
 
 
@@ -231,6 +232,8 @@ def remat(**scope):
 
 def small(scope, build=tx.decoder, **options):
     keras.utils.set_random_seed(1)
+    if "remat" in scope:
+        return build(V, 8, 2, 2, pad_id=0, **scope, **options)
     with remat(**scope):
         return build(V, 8, 2, 2, pad_id=0, **options)
 
@@ -253,7 +256,7 @@ def test_rematerialised_blocks_have_the_same_gradients_under_every_mask(build):
     rows[0, 4:] = 0
     inputs = {"source": rows, "target": rows[:, ::-1].copy()}
     found = []
-    for scope in ({}, {"mode": "full"}):
+    for scope in ({}, {"remat": True}):
         model = small(scope, build, position="relative", norm="layer")
 
         def loss(model=model):
@@ -268,9 +271,8 @@ def test_rematerialised_blocks_have_the_same_gradients_under_every_mask(build):
 
 def test_rematerialised_blocks_are_computed_twice_and_their_children_no_more():
     x = ops.convert_to_tensor(np.ones((2, 3, 8), "float32"))
-    with keras.RematScope(mode="full"):
-        block = tx.TransformerBlock(2, 12)
-        block(x)
+    block = tx.TransformerBlock(2, 12, remat=True)
+    block(x)
     calls = []
     narrow = block.feed_forward.narrow
     call = narrow.call
@@ -283,6 +285,23 @@ def test_rematerialised_blocks_are_computed_twice_and_their_children_no_more():
     # JAX traces once and repeats what it traced.
     gradients(block, lambda: ops.sum(ops.square(block(x))))
     assert len(calls) == (1 if BACKEND == "jax" else 2)
+
+
+def test_rematerialisation_is_saved_and_off_while_generating(tmp_path):
+    model = small({"remat": True}, block=lambda index: tx.TransformerBlock(2, 12))
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    for one in (model, again):
+        assert one.get_layer("block_1").get_config()["remat"]
+        assert one.get_layer("block_1")._remat_mode.mode == "full"
+    plain = small({}, block=lambda index: tx.TransformerBlock(2, 12))
+    plain.set_weights(model.get_weights())
+    prompt = cycles(2, 5)
+    expected = array(plain(prompt))
+    assert np.array_equal(array(model(prompt)), expected)
+    assert np.array_equal(array(again(prompt)), expected)
+    texts = [tx.generate(one, prompt, max_new_tokens=3) for one in (again, plain)]
+    assert np.array_equal(*texts)
 
 
 def test_layers_that_update_state_are_refused_in_a_remat_scope():

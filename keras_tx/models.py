@@ -6,6 +6,7 @@ import math
 import keras
 import numpy as np
 from keras import ops
+from keras.src.models.functional import Functional
 
 from keras_tx import checks, losses, masks
 from keras_tx.attention import MultiHead, ScaledAttention
@@ -635,7 +636,7 @@ def encoder_decoder(
 
 
 @register
-class LanguageModel(keras.Model):
+class LanguageModel(Functional):  # or Keras would change its base on first use
     """A `keras.Model` whose logits may be put off while it trains.
 
     What `decoder`, `encoder_decoder` and `encoder(output="tokens")` return, and

@@ -288,13 +288,18 @@ def test_rematerialised_blocks_are_computed_twice_and_their_children_no_more():
 
 
 def test_rematerialisation_is_saved_and_off_while_generating(tmp_path):
-    model = small({"remat": True}, block=lambda index: tx.TransformerBlock(2, 12))
+    def make(**options):
+        return tx.decoder(
+            V, 8, 2, block=lambda index: tx.TransformerBlock(2, 12), **options
+        )
+
+    model = make(remat=True)
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     for one in (model, again):
         assert one.get_layer("block_1").get_config()["remat"]
         assert one.get_layer("block_1")._remat_mode.mode == "full"
-    plain = small({}, block=lambda index: tx.TransformerBlock(2, 12))
+    plain = make()
     plain.set_weights(model.get_weights())
     prompt = cycles(2, 5)
     expected = array(plain(prompt))

@@ -23,8 +23,8 @@ from keras_tx import checks, kernels, masks
 from keras_tx.recompute import in_turn, with_gradient
 from keras_tx.serialization import register
 
-# Logits that exist at once where `chunk_size` is not given: 64 MB in float32.
-LOGITS_AT_ONCE = 2**24
+# Logits that exist at once where `chunk_size` is not given: 16 MB in float32.
+LOGITS_AT_ONCE = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def crossentropy(features, labels, head, chunk_size=None):
         labels: Integers, `(...)`.
         head: A `Head`.
         chunk_size: Optional number of tokens whose logits exist at once. Default:
-            as many as make 16 million logits.
+            as many as make 4 million logits.
     """
     chunk_size = chunk_size or max(1, LOGITS_AT_ONCE // head.vocab_size)
     sizes = kernels.sizes(features)[:-1]
@@ -268,7 +268,7 @@ class ChunkedCrossentropy(keras.losses.Loss):
     Args:
         ignore_class: Optional label that counts in no loss, such as -100.
         chunk_size: Optional number of tokens whose logits exist at once. Default:
-            as many as make 16 million logits.
+            as many as make 4 million logits.
         reduction: As in every loss of Keras.
         name: Name of the loss.
         dtype: Dtype of the loss. Default: float32.

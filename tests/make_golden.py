@@ -223,6 +223,14 @@ def half_decoder():
     return tx.decoder(V, D, 1, N, hidden_dim=F, dtype="mixed_bfloat16")
 
 
+def chunked_decoder():
+    """Compiled with a loss of ours, and computed again for the gradient."""
+    model = tx.decoder(V, D, 1, N, hidden_dim=F, remat=True)
+    loss = tx.ChunkedCrossentropy(ignore_class=-1, chunk_size=4)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
 def pooled_encoder():
     return tx.encoder(
         V, D, 1, N, hidden_dim=F, pooler="tanh", pooling="first", position=None
@@ -292,6 +300,7 @@ CASES = {
         packed_decoder,
         sinusoidal_decoder,
         half_decoder,
+        chunked_decoder,
         pooled_encoder,
         token_encoder,
         classifier,

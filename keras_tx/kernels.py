@@ -288,7 +288,7 @@ def held(
         """Keys or values as they were before they were kept in another dtype."""
         if scale is not None:
             x = ops.cast(x, "float32") * scale
-        return x if _name(x.dtype) == _name(query.dtype) else ops.cast(x, query.dtype)
+        return x if dtype_name(x) == dtype_name(query) else ops.cast(x, query.dtype)
 
     def scores_of(key, allowed, bias):
         result = einsum_float32("bkqh,bksh->bkqs", grouped, key)

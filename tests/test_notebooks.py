@@ -5,6 +5,7 @@ import base64
 import json
 import pathlib
 import re
+import sys
 
 import keras
 import pytest
@@ -55,6 +56,7 @@ if keras.backend.backend() == "tensorflow":
         from matplotlib import pyplot
 
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", sys.path.copy())
         try:
             with matplotlib.rc_context():
                 execute(name)

@@ -41,6 +41,8 @@ import keras_tx as tx
 BLANK = "_"  # how --ask writes a hidden character
 RATE = 0.15  # share of characters to hide
 MEASURED = 20_000  # seed of the characters that are hidden when measuring
+# Of guesses that are wrong and right, on a light and on a dark ground.
+COLORS = ("tab:red", "orange"), ("black", "white")
 
 # ----------------------------------------------------------------------------
 # The command line
@@ -354,6 +356,7 @@ def draw(line, found, characters, path, title):
     for place, truth in enumerate(line):
         for rank, guess in enumerate(best[place]):
             character = characters[guess]
+            right, dark = guess == truth, shades[rank, place] > 0.5
             axes.text(
                 place,
                 rank,
@@ -361,14 +364,10 @@ def draw(line, found, characters, path, title):
                 ha="center",
                 va="center",
                 family="monospace",
-                # Right ones stand out.
-                weight="bold" if guess == truth else "normal",
-                color=(
-                    ("white" if shades[rank, place] > 0.5 else "black")
-                    if guess == truth
-                    else "tab:red"
-                ),
-                alpha=1 if guess == truth or shades[rank, place] > 0.05 else 0.35,
+                weight="bold" if right else "normal",
+                # Right ones stand out, and all can be read on light and on dark.
+                color=COLORS[bool(right)][int(dark)],
+                alpha=1 if right or shades[rank, place] > 0.05 else 0.35,
             )
     axes.set_xticks(
         range(len(line)),
@@ -378,6 +377,7 @@ def draw(line, found, characters, path, title):
     )
     axes.xaxis.tick_top()
     axes.set_yticks(range(5), ["1st guess", "2nd", "3rd", "4th", "5th"])
+    axes.set_xlabel("above: the text; black or white: right; red or orange: wrong")
     axes.tick_params(length=0)
     bar = figure.colorbar(image, ax=axes, pad=0.01)
     bar.set_label("chance given")
@@ -446,7 +446,7 @@ def main(arguments=None):
     )
 
     # Training. Only hidden characters count.
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.process_time()
     epochs = max(1, options.steps // 100)
     history = model.fit(
         masked_windows(
@@ -458,6 +458,8 @@ def main(arguments=None):
         verbose=2,
     ).history
     seconds = time.perf_counter() - started
+    # Of all cores together, and of nobody else: what else runs doesn't count.
+    processor_seconds = time.process_time() - worked
     if not math.isfinite(history["loss"][-1]):
         stop("the loss is not a number any more; lower the --learning-rate")
 
@@ -513,6 +515,7 @@ def main(arguments=None):
         "held_out": len(answers),
         "reload_difference": difference,
         "seconds": seconds,
+        "processor_seconds": processor_seconds,
         "parameters": model.count_params(),
         "text": name,
         "text_characters": len(text),

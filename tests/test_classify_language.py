@@ -22,7 +22,7 @@ def out(tmp_path_factory):
 @pytest.fixture(scope="module")
 def result(example, out):
     return example.main(
-        f"--out {out} --languages {' '.join(LANGUAGES)} --layers 1 --heads 2 "
+        f"--out {out} --languages {' '.join(LANGUAGES)} --encoders 2 --heads 2 "
         "--dim 16 --length 12 --epochs 2 --batch 200 --learning-rate 0.02".split()
     )
 
@@ -31,7 +31,7 @@ def test_everything_promised_is_there(example, result, out):
     scripts.check_results(example, result, out, "confusion.png")
     kept = json.loads((out / "languages.json").read_text(encoding="utf-8"))
     assert kept["languages"] == LANGUAGES
-    assert kept["length"] == 12
+    assert {"ß", "ck", " д"} <= set(kept["tokens_of"])
 
 
 def test_it_learns_three_scripts(result):
@@ -72,43 +72,69 @@ def test_a_base_emoji_has_one_name_a_language(example):
     assert "❤" in names and "❤\ufe0f" not in names
 
 
-def test_a_run_has_its_bucket_wherever_it_stands(example):
-    rows = example.read(["banana", "an", "☃"], 9)
-    assert rows.shape == (3, 9, 1 + example.LONGEST_RUN)
-    banana = rows[0]  # " banana " and a place of padding
-    assert banana[2, 1] == banana[4, 1] == banana[6, 1]  # a
-    assert banana[3, 2] == banana[5, 2] == rows[1, 2, 2]  # an
-    assert banana[4, 3] == banana[6, 3]  # ana
-    assert banana[2, 1] != banana[3, 1] and banana[2, 2] != banana[4, 2]
-    assert (banana[8:] == 0).all() and (rows[1, 4:] == 0).all()
-    assert (rows[:, :3] > 0).all()
-    assert rows.max() < example.BUCKETS
+def test_runs_are_all_of_one_to_four_characters(example):
+    runs = example.runs_of("abab")
+    text = " abab "
+    assert len(runs) == 6 + 5 + 4 + 3
+    assert all(run in text and 1 <= len(run) <= 4 for run in runs)
+    assert runs.count("ab") == 2 and runs.count(" ") == 2 and runs.count("bab ") == 1
 
 
-def test_characters_of_one_script_are_in_one_neighbourhood(example):
-    rows = example.read(["abж", "한글", "汉"], 5)[..., 0]
-    assert rows[0, 0] == rows[0, 1] == rows[0, 2]  # space, a, b
-    assert len({rows[0, 1], rows[0, 3], rows[1, 1], rows[2, 1]}) == 4
+def test_tokens_are_the_runs_that_enough_names_hold(example):
+    tokens_of = example.number_runs(["ab"] * 3 + ["abab", "cc"])
+    first = 1 + example.NEIGHBOURHOODS
+    assert sorted(tokens_of.values()) == list(range(first, first + len(tokens_of)))
+    assert {" ", "a", "b", "ab", " a", "b ", " ab"} <= set(tokens_of)
+    # Two in one name count once, and three names are too few.
+    assert not {"c", "ba", " ab "} & set(tokens_of)
 
 
-def test_buckets_are_filled_alike(example):
-    words = [chr(0x4E00 + i) + chr(0x4E00 + j) for i in range(70) for j in range(70)]
-    rows = example.read(words, 4)
-    counts = np.bincount(rows[:, 2, 2], minlength=example.BUCKETS)[1:]
-    assert counts.sum() == 4900
-    assert counts.max() < 10
+def test_all_runs_of_a_text_are_read_and_unknown_characters_by_neighbourhood(example):
+    tokens_of = {" ": 600, "a": 601, "an": 602, "한": 603}
+    rows = example.read(["an", "x", "글"], tokens_of)
+    assert rows.shape == (3, 5)
+    known = [600, 601, 602, 600]
+    assert sorted(rows[0].tolist()) == sorted([*known, rows[0][rows[0] < 600][0]])
+    near = [row[(row > 0) & (row < 600)].tolist() for row in rows]
+    assert near[0] == near[1] and near[2] != near[0]  # n, x; and a syllable of Korea
+    assert (rows[1, 3:] == example.PAD).all()
 
 
-def test_a_text_is_cut_at_the_length_and_padding_changes_nothing(example):
-    options = example.parse(["--layers=1", "--heads=2", "--dim=8"])
-    model = example.build(options)
-    short, long = (
-        model.predict_on_batch(example.read(["größe"], length)) for length in (7, 15)
+def test_training_shows_other_runs_each_time(example):
+    tokens_of = example.number_runs(["some name"] * 4)
+    rng = np.random.default_rng(0)
+    everything = example.read(["some name"], tokens_of)[0]
+    rows = [
+        example.read(["some name"], tokens_of, rng, length)[0] for length in (30, 30, 7)
+    ]
+    assert [np.count_nonzero(row) for row in rows] == [
+        round(example.SHOWN * len(everything))
+    ] * 2 + [7]
+    assert set(rows[0]) != set(rows[1])
+    assert set(rows[0]) | set(rows[1]) <= {example.PAD, *everything}
+
+
+def test_padding_and_the_order_of_runs_change_nothing(example):
+    options = example.parse(["--encoders=2", "--heads=2", "--dim=8"])
+    model = example.build(options, 20)
+    rows = np.array([[3, 5, 7, 11]], "int32")
+    others = np.array([[11, 3, 7, 5, 0, 0]], "int32")
+    found, again = (model.predict_on_batch(each) for each in (rows, others))
+    assert found.shape == (1, 2, 14)
+    np.testing.assert_allclose(found, again, atol=1e-6)
+    assert np.abs(found[:, 0] - found[:, 1]).max() > 1e-3  # two opinions
+
+
+def test_encoders_agree_on_the_mean_of_opinions(example):
+    options = example.parse(["--encoders=3", "--heads=2", "--dim=8"])
+    model = example.build(options, 20)
+    rows = np.array([[3, 5, 7, 11], [4, 6, 0, 0]], "int32")
+    powers = np.exp(model.predict_on_batch(rows).astype("float64"))
+    mean = np.prod(powers / powers.sum(axis=-1, keepdims=True), axis=1) ** (1 / 3)
+    expected = mean / mean.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(
+        example.agree(example.opinions(model, rows)), expected, rtol=1e-5
     )
-    assert short.shape == (1, 14)
-    np.testing.assert_allclose(short, long, atol=1e-5)
-    cut = example.read(["größe"], 4)
-    np.testing.assert_array_equal(cut, example.read(["größe"], 9)[:, :4])
 
 
 def test_parts_of_a_name_are_runs_of_its_words(example):

@@ -120,6 +120,8 @@ class Scope:
         kept: A `Kept`, the same in all passes.
         num_positions: Optional number of positions that the model knows. Tokens
             further on, which will be taken back, stand at the last one.
+        reach: Number of leading columns that entries without a ring hold in this
+            pass, which sees no later ones. Default: `capacity`.
 
     After the pass, `entries` holds what to hand to the next one, `owners` the
     layers that made them and `windows` theirs.
@@ -150,6 +152,7 @@ class Scope:
         strict=True,
         kept=Kept(),
         num_positions=None,
+        reach=None,
     ):
         self.anchor = tokens
         self.length = int(tokens.shape[1])
@@ -160,6 +163,7 @@ class Scope:
         self.strict = strict
         self.kept = kept
         self.num_positions = num_positions
+        self.reach = capacity if reach is None else reach
         self.entries = []
         self.owners = []
         self.windows = []
@@ -201,7 +205,7 @@ class Scope:
         """Positions that a bias answers for, `(B, T)` at first, then `(B, C)`."""
         if self.first:
             return self.positions
-        columns = ops.arange(self.capacity, dtype="int32")
+        columns = ops.arange(self.reach, dtype="int32")
         return ops.maximum(columns[None, :] - self.starts[:, None], 0)
 
     def covers(self, x):
@@ -252,6 +256,8 @@ class Scope:
         self.windows.append(mask.window)
         size = self.kept.num_slots(self.capacity, mask.window)
         ring = size < self.capacity
+        if not ring:
+            size = self.reach
         if self.first:
             self._keep(owner, {k: _start(x, size, _axis(k)) for k, x in new.items()})
             return dataclasses.replace(mask, keys=(*mask.keys, self.valid()))
@@ -441,6 +447,36 @@ def spread(entries, windows, capacity, kept, column, starts, offset):
             rows[name] = x
         found.append(rows)
     return found
+
+
+def cut(entries, capacity, reach):
+    """Returns entries that hold the first `reach` columns; rings as they are."""
+    return [
+        {
+            name: x[(slice(None),) * _axis(name) + (slice(0, reach),)]
+            if _grows(name, x, capacity)
+            else x
+            for name, x in entry.items()
+        }
+        for entry in entries
+    ]
+
+
+def put_back(entries, parts, capacity):
+    """Returns `entries` with what `cut` made of them, and a loop has written."""
+    return [
+        {
+            name: write(x, part[name], 0, _axis(name))
+            if _grows(name, x, capacity)
+            else part[name]
+            for name, x in entry.items()
+        }
+        for entry, part in zip(entries, parts, strict=True)
+    ]
+
+
+def _grows(name, x, capacity):
+    return not name.startswith("memory") and x.shape[_axis(name)] == capacity
 
 
 def _trace_of(x):

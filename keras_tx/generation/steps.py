@@ -1,8 +1,10 @@
 """What is compiled: reading prompts, and the loops over tokens."""
 
+import functools
+
 from keras import ops
 
-from keras_tx import cache, sampling
+from keras_tx import cache, kernels, sampling
 
 
 def read_first(plan, capacity, kept, tokens, starts, memory):
@@ -31,7 +33,7 @@ def spread_prefix(windows, capacity, kept, entries, column, starts, offset):
     return cache.spread(entries, windows, capacity, kept, column, starts, offset)
 
 
-def _step(plan, capacity, kept, entries, tokens, column, starts, memory):
+def _step(plan, capacity, kept, entries, tokens, column, starts, memory, reach=None):
     """One forward pass behind others; returns logits `(B, T, V)` and entries."""
     scope = cache.Scope(
         tokens,
@@ -43,6 +45,7 @@ def _step(plan, capacity, kept, entries, tokens, column, starts, memory):
         strict=plan.strict,
         kept=kept,
         num_positions=plan.max_length,
+        reach=reach,
     )
     logits = plan.forward(tokens, memory, scope)
     return logits, scope.entries
@@ -69,10 +72,10 @@ def loop(
     def unfinished(tokens, column, entries, ended, stuck):
         return ops.logical_and(column < limit, ops.logical_not(ops.all(ended)))
 
-    def body(tokens, column, entries, ended, stuck):
+    def body(reach, tokens, column, entries, ended, stuck):
         last = _columns_of(tokens, column, 1)
         logits, entries = _step(
-            plan, capacity, kept, entries, last, column, starts, memory
+            plan, capacity, kept, entries, last, column, starts, memory, reach
         )
         known = ops.logical_and(columns >= starts[:, None], columns <= column)
         history = sampling.History(tokens, known, column, column - origin)
@@ -84,7 +87,7 @@ def loop(
         ended = ops.logical_or(ended, ops.logical_or(stops_here, stuck))
         return tokens, column + 1, entries, ended, stuck
 
-    return _while(unfinished, body, state)
+    return _while_growing(plan, unfinished, body, state, capacity, limit)
 
 
 def draft_loop(
@@ -162,11 +165,11 @@ def beam_loop(plan, capacity, kept, beam, state, limit, starts, stops, memory):
     def unfinished(tokens, column, entries, ended, scores, lengths):
         return ops.logical_and(column < limit, ops.logical_not(ops.all(ended)))
 
-    def body(tokens, column, entries, ended, scores, lengths):
+    def body(reach, tokens, column, entries, ended, scores, lengths):
         batch, num_beams = ended.shape
         last = _columns_of(tokens, column, 1)
         logits, entries = _step(
-            plan, capacity, kept, entries, last, column, starts, memory
+            plan, capacity, kept, entries, last, column, starts, memory, reach
         )
         gains = ops.log_softmax(ops.cast(logits[:, -1], "float32"), axis=-1)
         vocab_size = gains.shape[-1]
@@ -205,7 +208,7 @@ def beam_loop(plan, capacity, kept, beam, state, limit, starts, stops, memory):
         ended = ops.logical_or(ended, stopped)
         return tokens, column + 1, entries, ended, scores, lengths
 
-    return _while(unfinished, body, state)
+    return _while_growing(plan, unfinished, body, state, capacity, limit)
 
 
 def _columns_of(tokens, column, count):
@@ -213,6 +216,36 @@ def _columns_of(tokens, column, count):
     if isinstance(column, int):
         return tokens[:, column : column + count]
     return ops.slice(tokens, (0, column), (tokens.shape[0], count))
+
+
+def _while_growing(plan, condition, body, state, capacity, limit):
+    """`_while`, which reads no more of what is held than is filled.
+
+    Few rows read block by block; see `kernels.held`. For many rows the loop is
+    written out for each quarter of the capacity, over entries of that size.
+    """
+    if isinstance(state[1], int):
+        return _while(condition, functools.partial(body, capacity), state)
+    num_rows = state[0].shape[0]
+    quarter = -(-capacity // (4 * cache.BLOCK)) * cache.BLOCK
+    reaches = [*range(quarter, capacity, quarter), capacity]
+    if num_rows <= kernels.FEW_ROWS or len(reaches) < 3:
+        with kernels.matrices_before(plan.parts):
+            return _while(condition, functools.partial(body, capacity), state)
+    for reach in reaches:
+        tokens, column, entries, *rest = state
+        end = ops.minimum(limit, reach)
+
+        def goes_on(tokens, column, *rest, end=end):
+            return ops.logical_and(column < end, condition(tokens, column, *rest))
+
+        parts = cache.cut(entries, capacity, reach)
+        state = (tokens, column, parts, *rest)
+        state = _while(goes_on, functools.partial(body, reach), state)
+        tokens, column, parts, *rest = state
+        entries = cache.put_back(entries, parts, capacity)
+        state = (tokens, column, entries, *rest)
+    return state
 
 
 def _while(condition, body, state):

@@ -110,6 +110,18 @@ def test_long_prompts_are_read_in_pieces(lm, monkeypatch):
     assert tx.generate(lm, rows, 3, compile=False) == expected
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+def test_many_rows_say_what_each_says_alone_however_far_they_go(options):
+    # So many rows read what is held by quarters of the capacity; see
+    # `generation.steps`. The prompts end in the first, the texts in the last.
+    model = language_model(position="alibi", num_kv_heads=2)
+    prompts = [[5, 7, 11, 2, 9], [3, 4], [8], [6, 1, 2], [10, 4, 4, 9], [2]]
+    sampler = tx.Beam(**options) if options else "greedy"
+    found = tx.generate(model, prompts, 200, sampler=sampler)
+    for row, text in list(zip(prompts, found, strict=True))[:2]:
+        assert tx.generate(model, row, 200, sampler=sampler) == text
+
+
 def test_as_many_tokens_come_as_were_asked_for(lm):
     prompt = np.array([[5, 7, 11]])
     assert tx.generate(lm, prompt, 2, compile=False).shape == (1, 5)

@@ -442,7 +442,7 @@ class Trainer:
         else:
             model.set_weights(new.get_weights())
             for variable in model.optimizer.variables:
-                variable.assign(keras.ops.zeros_like(variable))
+                variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
         return model
 
     def run(self, config, seed):

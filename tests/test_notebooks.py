@@ -103,6 +103,13 @@ def test_outputs_say_nothing_of_the_machine(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_links_within_the_repository_lead_somewhere(name):
+    prose = "\n".join(map(source, cells(name, "markdown")))
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        assert "://" in link or (FOLDER / link).exists(), link
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_notebooks_can_be_read_in_one_sitting(name):
     assert len(cells(name)) + len(cells(name, "markdown")) <= MOST_CELLS
     assert (FOLDER / name).stat().st_size <= MOST_BYTES

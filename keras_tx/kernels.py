@@ -35,6 +35,14 @@ def sizes(x):
     )
 
 
+def is_one_row(x):
+    """Whether `x` is known to be `(1, 1, ...)`.
+
+    A size that a graph learns only later is a tensor, which has no truth yet.
+    """
+    return tuple(x.shape)[:2] == (1, 1)
+
+
 def dtype_name(x):
     """Returns the dtype of `x` as a string."""
     return keras.backend.standardize_dtype(x.dtype)
@@ -89,7 +97,7 @@ def rowwise(layer, x):
     """
     batch, length = sizes(x)[:2]
     matrix = (_matrices.get() or {}).get(id(layer))
-    if matrix is not None and (batch, length) == (1, 1):
+    if matrix is not None and is_one_row(x):
         return _one_row(layer, matrix, x)
     result = layer(ops.reshape(x, (-1, *x.shape[2:])))
     return ops.reshape(result, (batch, length, *result.shape[1:]))
@@ -155,7 +163,7 @@ def project(x, kernel, equation):
         kernel: `(D, V)` or `(V, D)`.
         equation: What einsum does with rows, `"nd,dv->nv"` or `"nd,vd->nv"`.
     """
-    if sizes(x)[:-1] == (1, 1) and equation == "nd,vd->nv":
+    if len(x.shape) == 3 and is_one_row(x) and equation == "nd,vd->nv":
         # The table first, as it lies; XLA would turn it round for one row.
         column = ops.reshape(x, (-1, 1))
         return ops.reshape(einsum_float32("vd,dn->vn", kernel, column), (1, 1, -1))

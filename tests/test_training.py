@@ -462,3 +462,15 @@ def test_blocks_in_a_list_are_all_trained():
     for v in model.trainable_variables:
         if not v.path.endswith("key/bias"):  # which softmax does not see
             assert np.abs(array(v.value) - before[v.path]).max() > 0
+
+
+def test_a_model_trains_on_batches_of_a_size_not_known_before():
+    model = tx.decoder(vocab_size=7, dim=8, num_layers=1, num_heads=2)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def batches():
+        while True:
+            yield np.ones((3, 5), "int32"), np.ones((3, 5), "int32")
+
+    history = model.fit(batches(), steps_per_epoch=2, shuffle=False, verbose=0).history
+    assert np.isfinite(history["loss"]).all()

@@ -41,16 +41,6 @@ def pytest_addoption(parser):
     )
 
 
-# Fixtures that take long: each worker that is handed a test would make them again.
-MADE_ONCE = {"result", "rows", "model"}
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if MADE_ONCE & set(item.fixturenames):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
-
-
 def pytest_configure(config):
     if keras.backend.backend() == "jax":
         keep_jax_compilations(str(config.cache.mkdir("jax")))

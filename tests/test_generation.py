@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import itertools
 import threading
 import weakref
@@ -15,6 +16,7 @@ import keras_tx as tx
 from keras_tx import cache, remat
 from keras_tx.generation import plan as plans
 from keras_tx.generation import sizes
+from keras_tx.generation.job import Job
 
 VOCAB = 23
 
@@ -120,6 +122,11 @@ def test_many_rows_say_what_each_says_alone_however_far_they_go(options):
     found = tx.generate(model, prompts, 200, sampler=sampler)
     for row, text in list(zip(prompts, found, strict=True))[:2]:
         assert tx.generate(model, row, 200, sampler=sampler) == text
+
+
+def test_stream_takes_what_generate_takes():
+    options = inspect.signature(tx.generate).parameters
+    assert options == inspect.signature(Job).parameters
 
 
 def test_as_many_tokens_come_as_were_asked_for(lm):

@@ -230,7 +230,7 @@ def _while_growing(plan, condition, body, state, capacity, limit):
     quarter = -(-capacity // (4 * cache.BLOCK)) * cache.BLOCK
     reaches = [*range(quarter, capacity, quarter), capacity]
     if num_rows <= kernels.FEW_ROWS or len(reaches) < 3:
-        with kernels.matrices_before(plan.parts):
+        with kernels.matrices_before(plan.parts if num_rows == 1 else ()):
             return _while(condition, functools.partial(body, capacity), state)
     for reach in reaches:
         tokens, column, entries, *rest = state

@@ -311,8 +311,12 @@ class _Blocks:
                 "bkqs,bkqh->bksh", _flat(of_scores), _flat(queries)
             )
             of_key.add(low, part)
-            previous = [of_key.total, of_value.total, of_query[-1], *of_position]
-        found = {"query": _join(of_query), "key": of_key.total, "value": of_value.total}
+            previous = [of_key.rest, of_value.rest, of_query[-1], *of_position]
+        found = {
+            "query": _join(of_query),
+            "key": of_key.total(),
+            "value": of_value.total(),
+        }
         if "bias" in tensors:
             every_query = tensors["bias"].shape[3] == 1
             found["bias"] = sum(of_bias) if every_query else _join(of_bias)
@@ -340,21 +344,51 @@ def _added(totals, parts):
 
 
 class _Sum:
-    """Gradients of `(B, K, S, H)`, added up slots by slots."""
+    """Gradients of keys or values, `(B, K, S, H)`, added up block by block.
+
+    No block begins before the one in front of it, so that keys which a block has
+    left behind are done with. Only the others are touched again: of a window, no
+    more than its width.
+    """
 
     def __init__(self, like, dtype):
-        self.total = ops.zeros(kernels.sizes(like), dtype)
-        self.num_slots = like.shape[2]
+        self.shape = kernels.sizes(like)
+        self.dtype = dtype
+        self.done = []
+        self.first, self.rest = 0, self.zeros(0)
+        self.in_place = keras.backend.backend() == "torch"
+        if self.in_place:
+            # Nobody else has seen this tensor.
+            self.rest = self.zeros(self.shape[2])
+
+    def zeros(self, count):
+        batch, heads, _, size = self.shape
+        return ops.zeros((batch, heads, count, size), self.dtype)
 
     def add(self, low, part):
-        behind = self.num_slots - low - part.shape[2]
-        if keras.backend.backend() == "torch":
-            # In place: nobody else has seen this tensor.
-            self.total[:, :, low : low + part.shape[2]] += part
-        else:
-            self.total = self.total + ops.pad(
-                part, ((0, 0), (0, 0), (low, behind), (0, 0))
-            )
+        """Adds the gradients of the keys from `low` on."""
+        part = ops.cast(part, self.dtype)
+        if self.in_place:
+            self.rest[:, :, low : low + part.shape[2]] += part
+            return
+        held = self.rest.shape[2]
+        passed = min(low - self.first, held)
+        gap = low - self.first - passed
+        if passed:
+            self.done.append(self.rest[:, :, :passed])
+        if gap:
+            self.done.append(self.zeros(gap))
+        self.first, shared = low, held - passed
+        if shared:
+            both = self.rest[:, :, passed:] + part[:, :, :shared]
+            part = ops.concatenate([both, part[:, :, shared:]], axis=2)
+        self.rest = part
+
+    def total(self):
+        """Returns all of them, zeros for keys that no block had."""
+        behind = self.shape[2] - self.first - self.rest.shape[2]
+        parts = [*self.done, self.rest] + ([self.zeros(behind)] if behind else [])
+        return parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=2)
 
 
 def _flat(x):

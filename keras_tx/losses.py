@@ -2,8 +2,9 @@
 
 The logits of a batch, B T V, are often the largest tensor of a training step: of
 4,096 tokens and a vocabulary of 50,257 they are 0.8 GB, and the loss and its
-gradient hold them several times over. Here they are made of some tokens at a time,
-and made again for the gradient.
+gradient hold them several times over. Here they are made for some entries of the
+vocabulary at a time, and made again for the gradient, so that each entry's share of
+the table gets its gradient once and in place.
 
 A loss sees what a model returned and nothing else. So a model that is compiled with
 `ChunkedCrossentropy` puts its logits off: within a training step the head returns
@@ -23,8 +24,10 @@ from keras_tx import checks, kernels, masks
 from keras_tx.recompute import in_turn, with_gradient
 from keras_tx.serialization import register
 
-# Logits that exist at once where `chunk_size` is not given: 16 MB in float32.
+# Logits that exist at once where `chunk_size` is not given: 16 MB in float32. With
+# fewer entries at once the products become small, and passes over the rows many.
 LOGITS_AT_ONCE = 2**22
+FEWEST_AT_ONCE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,99 +102,127 @@ def crossentropy(features, labels, head, chunk_size=None):
         features: `(..., D)`.
         labels: Integers, `(...)`.
         head: A `Head`.
-        chunk_size: Optional number of tokens whose logits exist at once. Default:
-            as many as make 4 million logits.
+        chunk_size: Optional number of vocabulary entries whose logits exist at
+            once. Default: as many as make 4 million logits, 1,024 at least.
     """
-    chunk_size = chunk_size or max(1, LOGITS_AT_ONCE // head.vocab_size)
     sizes = kernels.sizes(features)[:-1]
     rows = ops.reshape(features, (-1, features.shape[-1]))
     labels = ops.reshape(labels, (-1,))
-    count = kernels.sizes(rows)[0]
-    largest = max if isinstance(count, int) else ops.maximum
-    num_chunks = largest(1, -(-count // chunk_size))
-    # Even chunks, so that little is computed for nothing.
-    size = -(-count // num_chunks)
-    behind = num_chunks * size - count
-    rows = ops.pad(rows, ((0, behind), (0, 0)))
-    labels = ops.pad(labels, ((0, behind),))
+    if chunk_size is None:
+        count = rows.shape[0] or LOGITS_AT_ONCE
+        chunk_size = max(FEWEST_AT_ONCE, LOGITS_AT_ONCE // count)
+    num_chunks = -(-head.vocab_size // chunk_size)
+    # Even chunks, so that little is computed twice.
+    work = _Chunks(head, num_chunks, -(-head.vocab_size // num_chunks))
     tensors = [rows, head.kernel] + ([] if head.bias is None else [head.bias])
-    work = _Chunks(head, num_chunks, size)
-    losses = with_gradient(work.forward, work.backward, tensors, [labels])
-    return ops.reshape(losses[:count], sizes)
+    losses = with_gradient(work.forward, work.backward, tensors, [labels])[0]
+    return ops.reshape(losses, sizes)
 
 
 class _Chunks:
-    """What `crossentropy` does with rows that divide into chunks."""
+    """What `crossentropy` does with a vocabulary that is worked on in chunks.
+
+    The entries of the last chunk are the last of the vocabulary, so that its first
+    ones may have been in the chunk before.
+    """
 
     def __init__(self, head, num_chunks, size):
         self.head = head
         self.num_chunks = num_chunks
         self.size = size
 
-    def cut(self, x, index):
-        """Returns the rows of a chunk."""
+    def start(self, index):
+        """Returns the first entry of a chunk."""
+        last = self.head.vocab_size - self.size
         if isinstance(index, int):
-            return x[index * self.size : (index + 1) * self.size]
-        starts = [index * self.size] + [0] * (len(x.shape) - 1)
-        return ops.slice(x, starts, [self.size, *x.shape[1:]])
+            return min(index * self.size, last)
+        return ops.minimum(index * self.size, last)
+
+    def new(self, index):
+        """Returns which entries of a chunk were in none before, `(size,)`."""
+        entries = self.start(index) + ops.arange(self.size, dtype="int32")
+        return entries >= index * self.size
+
+    def axis(self, x):
+        """Returns the axis of the vocabulary in a kernel or bias."""
+        return 0 if self.head.tied else len(x.shape) - 1
+
+    def cut(self, x, index):
+        """Returns what of a kernel or bias belongs to a chunk."""
+        starts, sizes = [0] * len(x.shape), list(x.shape)
+        starts[self.axis(x)], sizes[self.axis(x)] = self.start(index), self.size
+        return ops.slice(x, starts, sizes)
 
     def put(self, x, index, part):
-        """Returns `x` with the rows of a chunk in their place."""
-        starts = [index * self.size] + [0] * (len(x.shape) - 1)
-        return ops.slice_update(x, starts, ops.cast(part, x.dtype))
+        """Returns the gradient of a kernel or bias with that of a chunk in it."""
+        start, part = self.start(index), ops.cast(part, x.dtype)
+        if keras.backend.backend() == "torch":
+            # In place: nobody else has seen this tensor.
+            x.narrow(self.axis(x), start, self.size).copy_(part)
+            return x
+        starts = [0] * len(x.shape)
+        starts[self.axis(x)] = start
+        return ops.slice_update(x, starts, part)
 
-    def given(self, tensors):
-        """Returns the rows, and the head with its tensors."""
-        rows, kernel, *bias = tensors
-        bias = bias[0] if bias else None
-        # Cast once and not in every chunk.
-        kernel = ops.cast(kernel, self.head.dtype)
-        return rows, dataclasses.replace(self.head, kernel=kernel, bias=bias)
+    def part(self, index, kernel, bias=None):
+        """Returns the head of a chunk."""
+        bias = None if bias is None else self.cut(bias, index)
+        return dataclasses.replace(self.head, kernel=self.cut(kernel, index), bias=bias)
+
+    def own(self, labels, index):
+        """Returns which logit of a chunk is its token's own, `(n, size)`."""
+        entries = self.start(index) + ops.arange(self.size, dtype="int32")
+        return entries == labels[:, None]
 
     def forward(self, tensors, constants):
-        rows, head = self.given(tensors)
+        """Returns the loss of each row and the log of its sum, `(2, n)`."""
+        rows, *of_head = tensors
         (labels,) = constants
 
-        def body(index, losses):
-            logits = head.logits(self.cut(rows, index))
-            label, known = self.labels(labels, index)
-            logits = logits - ops.max(logits, axis=-1, keepdims=True)
-            total = ops.log(ops.sum(ops.exp(logits), axis=-1))
-            own = ops.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
-            return (
-                self.put(losses, index, ops.where(known, total - own, float("nan"))),
-            )
+        def body(index, highest, total, own):
+            logits = self.part(index, *of_head).logits(rows)
+            new = self.new(index)
+            mine = ops.logical_and(self.own(labels, index), new)
+            own = own + ops.sum(ops.where(mine, logits, 0.0), axis=-1)
+            logits = ops.where(new, logits, -float("inf"))
+            before = highest
+            highest = ops.maximum(before, ops.max(logits, axis=-1))
+            part = ops.sum(ops.exp(logits - highest[:, None]), axis=-1)
+            return highest, total * ops.exp(before - highest) + part, own
 
         wide = "float64" if kernels.dtype_name(rows) == "float64" else "float32"
-        losses = ops.zeros((self.num_chunks * self.size,), dtype=wide)
-        return in_turn(self.num_chunks, body, (losses,))[0]
+        zeros = ops.zeros(kernels.sizes(rows)[:1], dtype=wide)
+        state = (zeros - float("inf"), zeros, zeros)
+        highest, total, own = in_turn(self.num_chunks, body, state)
+        total = highest + ops.log(total)
+        losses = ops.where(self.known(labels), total - own, float("nan"))
+        return ops.stack([losses, total])
 
     def backward(self, tensors, constants, losses, upstream):
-        rows, head = self.given(tensors)
+        rows, *of_head = tensors
         (labels,) = constants
+        total = losses[1][:, None]
+        upstream = ops.where(self.known(labels), upstream[0], float("nan"))[:, None]
 
-        def body(index, of_rows, *of_head):
-            features = self.cut(rows, index)
-            logits = head.logits(features)
-            label, known = self.labels(labels, index)
-            up = ops.where(known, self.cut(upstream, index), float("nan"))[:, None]
-            own = ops.arange(head.vocab_size, dtype="int32") == label[:, None]
-            weights = kernels.softmax(logits)
-            of_logits = ops.where(own, weights - 1.0, weights) * up
-            part, *parts = head.gradients(features, of_logits, logits)
-            pairs = zip(of_head, parts, strict=True)
-            sums = [total + ops.cast(x, total.dtype) for total, x in pairs]
-            return self.put(of_rows, index, part), *sums
+        def body(index, of_rows, *found):
+            head = self.part(index, *of_head)
+            logits = head.logits(rows)
+            weights = ops.exp(logits - total)
+            own = self.own(labels, index)
+            of_logits = ops.where(own, weights - 1.0, weights) * upstream
+            # Entries that were in the chunk before have given to the rows.
+            new = ops.expand_dims(self.new(index), 1 - self.axis(head.kernel))
+            head = dataclasses.replace(head, kernel=ops.where(new, head.kernel, 0.0))
+            part, *parts = head.gradients(rows, of_logits, logits)
+            pairs = zip(found, parts, strict=True)
+            return of_rows + part, *(self.put(x, index, own) for x, own in pairs)
 
         state = [ops.zeros(kernels.sizes(x), losses.dtype) for x in tensors]
-        found = in_turn(self.num_chunks, body, tuple(state))
-        return [ops.cast(g, x.dtype) for g, x in zip(found, tensors, strict=True)]
+        return in_turn(self.num_chunks, body, tuple(state))
 
-    def labels(self, labels, index):
-        """Returns the labels of a chunk, and whether each is one."""
-        labels = self.cut(labels, index)
-        known = ops.logical_and(labels >= 0, labels < self.head.vocab_size)
-        return ops.where(known, labels, 0), known
+    def known(self, labels):
+        """Returns which labels are in the vocabulary."""
+        return ops.logical_and(labels >= 0, labels < self.head.vocab_size)
 
 
 # ----------------------------------------------------------------------------
@@ -251,11 +282,11 @@ class PutOff:
 
 @register
 class ChunkedCrossentropy(keras.losses.Loss):
-    """Cross-entropy of tokens that never holds the logits of all of them.
+    """Cross-entropy of tokens that never holds the logits of a whole vocabulary.
 
     The same numbers and gradients as
     `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, masks and sample
-    weights included, in the memory of a few hundred tokens' logits, for a second
+    weights included, in the memory of the logits of a thousand entries, for a second
     product with the head in the gradient. Worth it from vocabularies of some
     thousand tokens.
 
@@ -267,8 +298,8 @@ class ChunkedCrossentropy(keras.losses.Loss):
 
     Args:
         ignore_class: Optional label that counts in no loss, such as -100.
-        chunk_size: Optional number of tokens whose logits exist at once. Default:
-            as many as make 4 million logits.
+        chunk_size: Optional number of vocabulary entries whose logits exist at
+            once. Default: as many as make 4 million logits, 1,024 at least.
         reduction: As in every loss of Keras.
         name: Name of the loss.
         dtype: Dtype of the loss. Default: float32.

@@ -826,7 +826,15 @@ class MultiHead(Rematerialized, keras.layers.Layer):
         memory = query if value is None else value
         keys = memory if key is None else key
         for name, x in (("query", query), ("value", memory), ("key", keys)):
-            checks.rank(name, x, (3,), "(batch, time, features)")
+            checks.rank(
+                name,
+                x,
+                (3,),
+                "(batch, time, features)",
+                "Make one axis of all that attend to each other, such as the rows and "
+                "columns of an image, and put other axes into the batch, with "
+                "`keras.ops.reshape`; `ScaledAttention` is attention without heads.",
+            )
             checks.floats(name, x)
             checks.features(name, x, self._num_features.get(name), self)
         if value is None and key is not None:

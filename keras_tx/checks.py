@@ -94,12 +94,13 @@ def choice(name, value, options):
     )
 
 
-def rank(name, x, ranks, layout):
+def rank(name, x, ranks, layout, remedy=None):
     """Refuses a tensor whose rank is not among `ranks`."""
     if len(x.shape) not in ranks:
+        remedy = f" {remedy}" if remedy else ""
         raise ValueError(
             f"`{name}` must have the shape {layout}. "
-            f"Received: {name}.shape={tuple(x.shape)}."
+            f"Received: {name}.shape={tuple(x.shape)}.{remedy}"
         )
 
 

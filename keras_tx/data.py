@@ -32,8 +32,11 @@ def next_token(tokens, *, pad_id=None, segment_ids=None, positions=None):
     Returns:
         Tuple `(inputs, targets, sample_weight)` for `fit`, each `(..., T)`.
         Without `pad_id` and `segment_ids` every target counts, and the tuple is
-        `(inputs, targets)`. With `segment_ids`, `inputs` is a dict of `tokens`,
-        `segment_ids` and, where given, `positions`, as packed models take.
+        `(inputs, targets)`. With weights, give the loss
+        `reduction="mean_with_sample_weight"`: the mean over the targets that
+        count. Keras' default divides by all places, so that padding lowers it.
+        With `segment_ids`, `inputs` is a dict of `tokens`, `segment_ids` and,
+        where given, `positions`, as packed models take.
 
     Raises:
         ValueError: If `tokens` are no integers or too few.
@@ -104,7 +107,8 @@ def mask_tokens(
 
     Returns:
         Tuple `(inputs, targets, sample_weight)` for `fit`, each `(..., T)`;
-        weights are 1 at chosen tokens and 0 elsewhere.
+        weights are 1 at chosen tokens and 0 elsewhere. Give the loss
+        `reduction="mean_with_sample_weight"`, the mean over chosen tokens.
 
     Raises:
         ValueError: For tokens that are no integers and values out of range.

@@ -355,6 +355,21 @@ def test_history_has_a_number_for_every_block_and_head_and_epoch():
         assert np.isnan(values).tolist() == [True, False, True]
 
 
+def test_tensorboard_gets_the_numbers_of_every_look(tmp_path):
+    tensorflow = pytest.importorskip("tensorflow")
+    health, _ = trained(tx.decoder(**SMALL), epochs=2, log_dir=tmp_path / "logs")
+    (file,) = (tmp_path / "logs").iterdir()
+    found = {}
+    for event in tensorflow.compat.v1.train.summary_iterator(str(file)):
+        for value in event.summary.value:
+            number = float(tensorflow.make_ndarray(value.tensor))
+            found.setdefault(value.tag, []).append((event.step, number))
+    assert found.keys() == health.history.keys()
+    for name, values in health.history.items():
+        assert [step for step, _ in found[name]] == [0, 1]
+        np.testing.assert_allclose(np.array(found[name])[:, 1], values, rtol=1e-6)
+
+
 def test_a_look_changes_nothing_about_training():
     def losses(callbacks):
         keras.utils.set_random_seed(1)

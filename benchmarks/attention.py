@@ -420,8 +420,9 @@ def main():
     ]
     for name in options.only:
         text += ["", *TABLES[name](options.rounds)]
-    page = "\n".join([*text, ""])
-    (options.out or HERE / default).write_text(page, encoding="utf-8")
+        # Behind each table: what was measured stays, whatever comes.
+        page = "\n".join([*text, ""])
+        (options.out or HERE / default).write_text(page, encoding="utf-8")
     print(page)
 
 

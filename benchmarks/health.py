@@ -67,6 +67,7 @@ def measure(steps, epochs, rows):
     """Returns seconds of the epochs' steps, and of the looks behind them."""
     script = example()
     options = script.parse(["--steps", str(steps * epochs)])
+    script.keep_freed_memory()
     text, _ = script.read_text(None)
     number = {character: i for i, character in enumerate(sorted(set(text)))}
     ids = np.array([number[character] for character in text], "int32")

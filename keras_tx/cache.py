@@ -530,6 +530,9 @@ def write(held, new, column, axis):
     """Returns `held` with `new` from `column` on."""
     if keras.backend.backend() == "torch":
         # In place: the functional update would copy all that is held.
+        if not isinstance(column, int):
+            columns = column.long() + ops.arange(new.shape[axis], dtype="int64")
+            return held.index_copy_(axis, columns, new.to(held.dtype))
         end = column + new.shape[axis]
         if axis == 1:
             held[:, column:end] = new

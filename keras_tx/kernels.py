@@ -111,7 +111,8 @@ def matrices_before(layers):
     matrix is a view made in the same loop, such as a kernel `(D, N, H)` seen as
     `(D, N H)`: then it writes one plain loop, with the norm before it computed
     again for each element, and a step of a small model takes three times as long.
-    JAX would turn the matrix behind the heads round in each step.
+    JAX would turn the matrix behind the heads round in each step, and torch takes
+    ten operations for a product of more than two axes.
 
     Args:
         layers: Those that the loop may call.
@@ -126,11 +127,7 @@ def matrices_before(layers):
         and not layer.lora_enabled
         and layer.activation in (None, keras.activations.linear)
     ]
-    token = _matrices.set(
-        {id(layer): _flat_kernel(layer) for layer in plain}
-        if keras.backend.backend() != "torch"
-        else None
-    )
+    token = _matrices.set({id(layer): _flat_kernel(layer) for layer in plain})
     try:
         yield
     finally:
@@ -444,6 +441,8 @@ def held(
         mixed, _ = at_once(*of_slots(0, min(filled, slots)))
         return restore(mixed), None
     static = all(isinstance(x, int) for x in (batch, length, slots))
+    # A record of torch has no branches, and reads what `generation.steps` left of it.
+    static = static and keras.backend.backend() != "torch"
     if not return_weights and static and slots > 2 * HELD_BLOCK:
         if batch <= FEW_ROWS and slots % HELD_BLOCK == 0:
             return restore(in_blocks(filled)), None

@@ -17,6 +17,7 @@ import math
 import numbers
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -46,6 +47,11 @@ class History:
     def counts(self, vocab_size):
         """Returns how often each token occurs in each row, float32 `(B, V)`."""
         batch, length = self.tokens.shape
+        if keras.backend.backend() == "torch":
+            # Keras' `scatter` reads the places, which no record of a step may.
+            ids = ops.cast(ops.clip(self.tokens, 0, vocab_size - 1), "int64")
+            zeros = ops.zeros((batch, vocab_size), dtype="float32")
+            return zeros.scatter_add(1, ids, ops.cast(self.known, "float32"))
         rows = ops.repeat(ops.arange(batch, dtype="int32"), length)
         ids = ops.reshape(ops.clip(self.tokens, 0, vocab_size - 1), (-1,))
         known = ops.reshape(ops.cast(self.known, "float32"), (-1,))

@@ -15,7 +15,7 @@ from keras import ops
 import keras_tx as tx
 from keras_tx import cache, remat
 from keras_tx.generation import plan as plans
-from keras_tx.generation import sizes
+from keras_tx.generation import record, sizes
 from keras_tx.generation.job import Job
 
 VOCAB = 23
@@ -738,12 +738,11 @@ def counted(model):
     return calls
 
 
-def test_one_bucket_is_traced_once():
+def test_one_bucket_is_traced_once(monkeypatch):
     if keras.backend.backend() == "torch":
-        model = language_model()
-        tx.generate(model, [5], 1)
-        plan = plans.plan_of(model, False, None, None)
-        assert not plan.functions  # nothing is compiled, so nothing is traced
+        # So few tokens are not worth a record; tests/test_record.py has the others.
+        monkeypatch.setattr(record, "record", None)
+        tx.generate(language_model(), [5], 5)
         return
     model = language_model()
     calls = counted(model)

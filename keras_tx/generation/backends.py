@@ -2,9 +2,19 @@
 
 import keras
 
+from keras_tx.generation.record import Recorder
+
 
 def compile_function(function, model, variables, donate):
     """Compiles a function of tensors in which the model's weights take part."""
+    if keras.backend.backend() == "torch":
+        recorder = Recorder(variables)
+
+        def run_recording(*args):
+            with recorder.open():
+                return function(*args)
+
+        return run_recording
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

@@ -293,7 +293,7 @@ class Plan:
 
     def function(self, key, function, compiled, donate=(), draft=None):
         """Returns `function`, compiled once for `key`, with a draft's weights too."""
-        if not compiled or keras.backend.backend() == "torch":
+        if not compiled:
             return without_gradients(function)
         with self.lock:
             found = self.functions.get(key)

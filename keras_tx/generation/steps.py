@@ -2,9 +2,11 @@
 
 import functools
 
+import keras
 from keras import ops
 
 from keras_tx import cache, kernels, sampling
+from keras_tx.generation import record
 
 
 def read_first(plan, capacity, kept, tokens, starts, memory):
@@ -66,20 +68,23 @@ def loop(
     memory,
 ):
     """Token after token, from the state's column up to `limit`."""
-    samplers = sampling.with_numbers(samplers, numbers)
     columns = ops.arange(capacity + 1, dtype="int32")[None, :]
 
     def unfinished(tokens, column, entries, ended, stuck):
         return ops.logical_and(column < limit, ops.logical_not(ops.all(ended)))
 
-    def body(reach, tokens, column, entries, ended, stuck):
+    def step(reach, state, fixed):
+        tokens, column, entries, ended, stuck = state
+        starts, keys, stops, numbers, origin, memory = fixed
         last = _columns_of(tokens, column, 1)
         logits, entries = _step(
             plan, capacity, kept, entries, last, column, starts, memory, reach
         )
         known = ops.logical_and(columns >= starts[:, None], columns <= column)
         history = sampling.History(tokens, known, column, column - origin)
-        chosen, none = sampling.choose(samplers, logits[:, -1], history, keys)
+        chosen, none = sampling.choose(
+            sampling.with_numbers(samplers, numbers), logits[:, -1], history, keys
+        )
         chosen = ops.where(ended, 0, chosen)
         tokens = cache.write(tokens, chosen[:, None], column + 1, axis=1)
         stuck = ops.logical_or(stuck, ops.logical_and(none, ops.logical_not(ended)))
@@ -87,7 +92,8 @@ def loop(
         ended = ops.logical_or(ended, ops.logical_or(stops_here, stuck))
         return tokens, column + 1, entries, ended, stuck
 
-    return _while_growing(plan, unfinished, body, state, capacity, limit)
+    fixed = (starts, keys, stops, numbers, origin, memory)
+    return _while_growing(plan, unfinished, step, state, fixed, capacity, limit)
 
 
 def draft_loop(
@@ -165,7 +171,9 @@ def beam_loop(plan, capacity, kept, beam, state, limit, starts, stops, memory):
     def unfinished(tokens, column, entries, ended, scores, lengths):
         return ops.logical_and(column < limit, ops.logical_not(ops.all(ended)))
 
-    def body(reach, tokens, column, entries, ended, scores, lengths):
+    def step(reach, state, fixed):
+        tokens, column, entries, ended, scores, lengths = state
+        starts, stops, memory = fixed
         batch, num_beams = ended.shape
         last = _columns_of(tokens, column, 1)
         logits, entries = _step(
@@ -208,44 +216,87 @@ def beam_loop(plan, capacity, kept, beam, state, limit, starts, stops, memory):
         ended = ops.logical_or(ended, stopped)
         return tokens, column + 1, entries, ended, scores, lengths
 
-    return _while_growing(plan, unfinished, body, state, capacity, limit)
+    fixed = (starts, stops, memory)
+    return _while_growing(plan, unfinished, step, state, fixed, capacity, limit)
 
 
 def _columns_of(tokens, column, count):
     """Returns `count` columns of a buffer from `column` on, `(B, count)`."""
     if isinstance(column, int):
         return tokens[:, column : column + count]
+    if keras.backend.backend() == "torch":
+        # A slice would read the column, which no record may.
+        return ops.take(tokens, column + ops.arange(count, dtype="int32"), axis=1)
     return ops.slice(tokens, (0, column), (tokens.shape[0], count))
 
 
-def _while_growing(plan, condition, body, state, capacity, limit):
-    """`_while`, which reads no more of what is held than is filled.
+def _while_growing(plan, condition, step, state, fixed, capacity, limit):
+    """Step after step, each of which reads no more of what is held than is filled.
 
-    Few rows read block by block; see `kernels.held`. For many rows the loop is
-    written out for each quarter of the capacity, over entries of that size.
+    Few rows read block by block; see `kernels.held`. For many rows there is a loop
+    for each quarter of the capacity, over entries of that size, and on torch one
+    for each half.
+
+    Args:
+        plan: The `Plan`.
+        condition: Function of the state that says whether to go on.
+        step: Function of the number of columns to read, of the state and of
+            `fixed`. Returns the next state.
+        state: Tuple of tokens, column, entries and more.
+        fixed: Tuple of what stays.
+        capacity: Number of columns of the entries.
+        limit: The column to stop at.
     """
-    if isinstance(state[1], int):
-        return _while(condition, functools.partial(body, capacity), state)
+
+    def body(reach):
+        return lambda *state: step(reach, state, fixed)
+
     num_rows = state[0].shape[0]
-    quarter = -(-capacity // (4 * cache.BLOCK)) * cache.BLOCK
-    reaches = [*range(quarter, capacity, quarter), capacity]
-    if num_rows <= kernels.FEW_ROWS or len(reaches) < 3:
+    recorder = record.recorder()
+    if isinstance(state[1], int) and recorder is None:
+        return _while(condition, body(capacity), state)
+    # To write a step down takes as long as many steps.
+    parts = 4 if recorder is None else 2
+    part = -(-capacity // (parts * cache.BLOCK)) * cache.BLOCK
+    reaches = [*range(part, capacity, part), capacity]
+    reaches = reaches if capacity > 2 * cache.BLOCK else [capacity]
+    few = num_rows <= kernels.FEW_ROWS or len(reaches) == 1
+    if recorder is None and few:
         with kernels.matrices_before(plan.parts if num_rows == 1 else ()):
-            return _while(condition, functools.partial(body, capacity), state)
+            return _while(condition, body(capacity), state)
     for reach in reaches:
         tokens, column, entries, *rest = state
-        end = ops.minimum(limit, reach)
+        state = (tokens, column, cache.cut(entries, capacity, reach), *rest)
+        if recorder is not None:
+            end = min(limit, reach)
+            state = _while_recorded(
+                plan, recorder, condition, step, state, fixed, reach, end
+            )
+        else:
+            end = ops.minimum(limit, reach)
 
-        def goes_on(tokens, column, *rest, end=end):
-            return ops.logical_and(column < end, condition(tokens, column, *rest))
+            def goes_on(tokens, column, *rest, end=end):
+                return ops.logical_and(column < end, condition(tokens, column, *rest))
 
-        parts = cache.cut(entries, capacity, reach)
-        state = (tokens, column, parts, *rest)
-        state = _while(goes_on, functools.partial(body, reach), state)
+            state = _while(goes_on, body(reach), state)
         tokens, column, parts, *rest = state
         entries = cache.put_back(entries, parts, capacity)
         state = (tokens, column, entries, *rest)
     return state
+
+
+def _while_recorded(plan, recorder, condition, step, state, fixed, reach, end):
+    """`_while` on torch up to the column `end`, by the record of a step."""
+    tokens, column, *rest = state
+    run = functools.partial(step, reach)
+    state = (tokens, ops.convert_to_tensor(column, dtype="int32"), *rest)
+    layers = plan.parts if tokens.shape[0] == 1 else ()
+    with kernels.matrices_before(layers):
+        while column < end and bool(condition(tokens, column, *state[2:])):
+            state = recorder(("step", reach), run, state, fixed)
+            column += 1
+    tokens, _, *rest = state
+    return tokens, column, *rest
 
 
 def _while(condition, body, state):

@@ -99,8 +99,8 @@ def run(name, seed, folder):
 
 
 def check_alike(results):
-    """Means are over seeds and nothing else."""
-    keys = ("example", "data", "python", "keras", "backend", "parameters", "held_out")
+    """Means are over seeds and what follows from them, nothing else."""
+    keys = ("example", "data", "python", "keras", "backend", "held_out")
     seen = {
         tuple(r[key] for key in keys)
         + tuple(
@@ -169,6 +169,12 @@ def table(found):
     return "\n".join([*lines, "", conditions(found)])
 
 
+def numbers_of(results):
+    """Returns how many parameters, which may follow from what a seed holds out."""
+    counts = sorted({r["parameters"] for r in results})
+    return " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+
+
 def page(found):
     """Returns EXAMPLES.md: the same, and every run."""
     lines = [
@@ -185,7 +191,7 @@ def page(found):
             "",
             f"## {name}",
             "",
-            f"{results[0]['parameters']:,} parameters, {results[0]['held_out']:,} "
+            f"{numbers_of(results)} parameters, {results[0]['held_out']:,} "
             f"examples held out; {results[0]['data']}.",
             "",
             "| seed | "

@@ -2,7 +2,7 @@
 
     python benchmarks/generation.py                  # all that is installed
     python benchmarks/generation.py --quick          # the small model only
-    KERAS_BACKEND=jax python benchmarks/generation.py
+    KERAS_BACKEND=jax python benchmarks/generation.py --out FILE
     python benchmarks/generation.py --memory         # what calls leave behind
 
 Each contestant runs in a process of its own, one after another, on weights of
@@ -257,19 +257,31 @@ def main():
     parser.add_argument("--quick", action="store_true", help="the small model only")
     parser.add_argument("--case", choices=CASES, help="one case only")
     parser.add_argument("--memory", action="store_true", help="memory, not time")
+    parser.add_argument("--out", help="a file that gets the table too")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         measure(options.measure, options.case)
         return
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    lines = []
+
+    def say(line):
+        print(line, flush=True)
+        lines.append(line)
+        if options.out:
+            page = ["# How fast text comes", "", "By `benchmarks/generation.py`, which"]
+            page += ["says how.", "", "```", *lines, "```", ""]
+            with open(options.out, "w", encoding="utf-8") as file:
+                file.write("\n".join(page))
+
     if options.memory:
         print(f"backend {backend}")
         memory_of_calls()
         memory_of_weights()
         return
-    print(f"backend {backend}, {os.cpu_count()} CPU cores, greedy, prompt {PROMPT}")
-    print(f"{'':18}{'':14}{'first s':>9}{'next s':>9}{'tokens/s':>10}{'ratio':>8}")
+    say(f"backend {backend}, {os.cpu_count()} CPU cores, greedy, prompt {PROMPT}")
+    say(f"{'':18}{'':14}{'first s':>9}{'next s':>9}{'tokens/s':>10}{'ratio':>8}")
     for case, (*_, length, batch, _calls) in CASES.items():
         if (options.quick and "GPT-2" in case) or (options.case or case) != case:
             continue
@@ -280,14 +292,13 @@ def main():
                 continue
             speed = batch * (length - PROMPT) / times["next"]
             ratio = times["next"] / own["next"] if own else float("nan")
-            print(
+            say(
                 f"{case:18}{name:14}{times['first']:9.2f}{times['next']:9.3f}"
-                f"{speed:10.0f}{ratio:8.2f}",
-                flush=True,
+                f"{speed:10.0f}{ratio:8.2f}"
             )
         bound = in_its_own_process("bound", case)
         if own and bound and batch == 1:
-            print(
+            say(
                 f"{case:18}{'bound':14}{'':9}{bound['next']:9.3f}"
                 f"{'':10}{bound['next'] / own['next']:8.2f}"
             )

@@ -171,7 +171,7 @@ class AttentionHealth(keras.callbacks.Callback):
             `(x, y, sample_weight)`. They cost as much as a step or two.
         every: After how many epochs it looks. Epochs between get NaN.
         log_dir: Optional folder in which to write all numbers for TensorBoard
-            (needs TensorFlow), on any backend.
+            (needs TensorFlow and `tensorboard`), on any backend.
         warn: Whether to warn. `findings` has the words either way.
 
     Raises:
@@ -315,11 +315,12 @@ class AttentionHealth(keras.callbacks.Callback):
 def _summary():
     """Returns what writes for TensorBoard, or says which line installs it."""
     try:
+        import tensorboard  # noqa: F401  TensorFlow asks for it at the first number
         import tensorflow as tf
     except ImportError as error:
         raise ImportError(
             "`log_dir` of `AttentionHealth` writes for TensorBoard with TensorFlow. "
-            'Install it with: pip install "keras-tx[tensorflow]"'
+            'Install both with: pip install "keras-tx[tensorflow]" tensorboard'
         ) from error
     return tf.summary
 

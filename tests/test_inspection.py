@@ -357,6 +357,7 @@ def test_history_has_a_number_for_every_block_and_head_and_epoch():
 
 def test_tensorboard_gets_the_numbers_of_every_look(tmp_path):
     tensorflow = pytest.importorskip("tensorflow")
+    pytest.importorskip("tensorboard")
     health, _ = trained(tx.decoder(**SMALL), epochs=2, log_dir=tmp_path / "logs")
     (file,) = (tmp_path / "logs").iterdir()
     found = {}
@@ -368,6 +369,13 @@ def test_tensorboard_gets_the_numbers_of_every_look(tmp_path):
     for name, values in health.history.items():
         assert [step for step, _ in found[name]] == [0, 1]
         np.testing.assert_allclose(np.array(found[name])[:, 1], values, rtol=1e-6)
+
+
+def test_without_tensorboard_the_line_that_installs_it_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install .* tensorboard"):
+        trained(tx.decoder(**SMALL), log_dir=tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()
 
 
 def test_a_look_changes_nothing_about_training():

@@ -270,8 +270,8 @@ def main():
         print(line, flush=True)
         lines.append(line)
         if options.out:
-            page = ["# How fast text comes", "", "By `benchmarks/generation.py`, which"]
-            page += ["says how.", "", "```", *lines, "```", ""]
+            page = ["# How fast text comes", "", "As `benchmarks/generation.py` says."]
+            page += ["", "```", *lines, "```", ""]
             with open(options.out, "w", encoding="utf-8") as file:
                 file.write("\n".join(page))
 

@@ -138,10 +138,13 @@ class _Chunks:
             return min(index * self.size, last)
         return ops.minimum(index * self.size, last)
 
+    def entries(self, index):
+        """Returns the entries of a chunk, `(size,)`."""
+        return self.start(index) + ops.arange(self.size, dtype="int32")
+
     def new(self, index):
         """Returns which entries of a chunk were in none before, `(size,)`."""
-        entries = self.start(index) + ops.arange(self.size, dtype="int32")
-        return entries >= index * self.size
+        return self.entries(index) >= index * self.size
 
     def axis(self, x):
         """Returns the axis of the vocabulary in a kernel or bias."""
@@ -171,8 +174,7 @@ class _Chunks:
 
     def own(self, labels, index):
         """Returns which logit of a chunk is its token's own, `(n, size)`."""
-        entries = self.start(index) + ops.arange(self.size, dtype="int32")
-        return entries == labels[:, None]
+        return self.entries(index) == labels[:, None]
 
     def forward(self, tensors, constants):
         """Returns the loss of each row and the log of its sum, `(2, n)`."""
@@ -192,7 +194,8 @@ class _Chunks:
 
         wide = "float64" if kernels.dtype_name(rows) == "float64" else "float32"
         zeros = ops.zeros(kernels.sizes(rows)[:1], dtype=wide)
-        state = (zeros - float("inf"), zeros, zeros)
+        # Not -inf, which a chunk whose logits are all -inf would be compared with.
+        state = (zeros + kernels.MASKED_SCORE, zeros, zeros)
         highest, total, own = in_turn(self.num_chunks, body, state)
         total = highest + ops.log(total)
         losses = ops.where(self.known(labels), total - own, float("nan"))
@@ -215,7 +218,7 @@ class _Chunks:
             head = dataclasses.replace(head, kernel=ops.where(new, head.kernel, 0.0))
             part, *parts = head.gradients(rows, of_logits, logits)
             pairs = zip(found, parts, strict=True)
-            return of_rows + part, *(self.put(x, index, own) for x, own in pairs)
+            return of_rows + part, *(self.put(x, index, share) for x, share in pairs)
 
         state = [ops.zeros(kernels.sizes(x), losses.dtype) for x in tensors]
         return in_turn(self.num_chunks, body, tuple(state))

@@ -75,6 +75,20 @@ def test_labels_outside_of_the_vocabulary_are_no_number():
     assert np.isnan(to_numpy(found)).tolist() == [[False, True, True, False]]
 
 
+def test_entries_that_a_bias_rules_out_may_fill_a_chunk():
+    features, kernel = normal(ROWS, LENGTH, DIM), normal(V, DIM, seed=1)
+    bias = np.where(np.arange(V) < 9, -np.inf, 0.0).astype("float32")
+    labels = np.maximum(LABELS, 9)
+    head = losses.Head(ops.convert_to_tensor(kernel), bias=ops.convert_to_tensor(bias))
+    found = losses.crossentropy(
+        ops.convert_to_tensor(features), ops.convert_to_tensor(labels), head, 4
+    )
+    wide = [x.astype("float64") for x in (features, kernel)]
+    raw = wide[0] @ wide[1].T + bias
+    own = np.take_along_axis(raw, labels[..., None], -1)[..., 0]
+    assert_near(to_numpy(found), np.log(np.exp(raw).sum(-1)) - own, scale=0.1)
+
+
 # ----------------------------------------------------------------------------
 # In a user's hands
 # ----------------------------------------------------------------------------

@@ -1,26 +1,27 @@
 """What attention costs, in time and memory, against its peers, in one table.
 
     python benchmarks/attention.py                     # writes benchmarks/RESULTS.md
-    python benchmarks/attention.py --only step window  # some of the tables
+    python benchmarks/attention.py --only step window  # some of its tables
     KERAS_BACKEND=torch python benchmarks/attention.py --only layer
 
 Tables (sizes are batch, length, features, layers, heads, vocabulary):
 
-- `step`: a training step of a decoder against a stack of KerasHub's
-  `TransformerDecoder`, at lengths of 256 to 8,192 tokens.
+- `short`: a training step of a decoder, at 16 texts of 256 tokens, against a stack of
+  KerasHub's `TransformerDecoder`.
+- `step`: the same at one text of 4,096 and of 8,192 tokens.
 - `long`: 16,384 tokens, which a stack of KerasHub's can't hold here, with blocks
   kept and made again (`remat`).
 - `loss`: a training step of an embedding and a head of 256 features and 50,257
   tokens over a text of 4,096, with `ChunkedCrossentropy` and Keras' own loss.
 - `window`: a window of 256 at 8,192 and 16,384 tokens.
-- `layer`: attention alone, forward and backward, against
-  `keras.ops.dot_product_attention` at 256, 1,024 and 4,096 tokens.
+- `layer`: attention alone, forward and backward, against a layer that calls
+  `keras.ops.dot_product_attention`, at 256, 1,024 and 4,096 tokens.
 
 Each measurement runs in a process of its own, one after another, round after round,
 because the speed of a machine drifts. Time is the median of the steps of a process,
 the first two left out; memory is by how much the peak of the process exceeds what it
 held when the model was built. A ratio compares what ran in the same round. In
-`loss`, and in `step` at 256 tokens, XLA is tried on and off for both sides, and each
+`loss` and `short` XLA is tried on and off for both sides, and each
 is taken at its faster one; longer texts run without, as Keras chooses by itself on a
 CPU.
 """
@@ -140,7 +141,7 @@ def step(who, sizes, jit, steps=5, **options):
     return train(build(sizes, **options), sizes, steps, jit)
 
 
-def layer(who, length, steps=10):
+def layer(who, length):
     """Attention over 4 heads of 64 features, forward and backward."""
     import keras
     import numpy as np
@@ -153,12 +154,17 @@ def layer(who, length, steps=10):
         ops.convert_to_tensor(rng.normal(size=(1, length, 4, 64)).astype("float32"))
         for _ in range(3)
     ]
-    attention = tx.ScaledAttention(causal=True)
+
+    class Peer(keras.layers.Layer):
+        """A layer too, for outside compiled code the call of one takes its time."""
+
+        def call(self, query, key=None, value=None):
+            return ops.dot_product_attention(query, key, value, is_causal=True)
+
+    attention = tx.ScaledAttention(causal=True) if who == "keras_tx" else Peer()
 
     def function(query, key, value):
-        if who == "keras_tx":
-            return attention(query, key=key, value=value)
-        return ops.dot_product_attention(query, key, value, is_causal=True)
+        return attention(query, key=key, value=value)
 
     backend = keras.backend.backend()
     if backend == "torch":
@@ -191,7 +197,7 @@ def layer(who, length, steps=10):
         def run():
             both(*heads)
 
-    return measured(run, steps)
+    return measured(run, 100 if length < 4096 else 10)
 
 
 def loss(who, jit, sizes=(1, 4096), dim=256, vocab_size=50_257, steps=3):
@@ -273,31 +279,36 @@ def faster(*candidates):
     )
 
 
-def step_table(rounds):
-    lines = []
-    for sizes in (
-        (16, 256, 256, 4, 4, 128),
-        (1, 4096, 256, 4, 4, 128),
-        (1, 8192, 256, 4, 4, 128),
-    ):
-        jits = (False, True) if sizes[1] < 1024 else (False,)
-        found = {}
-        for _ in range(rounds):
+def step_row(rounds, sizes, jits, steps):
+    found = {}
+    for _ in range(rounds):
+        for jit in jits:
             for who in ("keras_tx", "keras_hub"):
-                for jit in jits:
-                    found.setdefault((who, jit), []).append(
-                        in_its_own_process("step", who, sizes, jit)
-                    )
-        ours, theirs = (
-            faster(*(found[who, jit] for jit in jits))
-            for who in ("keras_tx", "keras_hub")
-        )
-        lines.append(row(",".join(map(str, sizes)), ours, theirs))
+                found.setdefault((who, jit), []).append(
+                    in_its_own_process("step", who, sizes, jit, steps)
+                )
+    ours, theirs = (
+        faster(*(found[who, jit] for jit in jits)) for who in ("keras_tx", "keras_hub")
+    )
+    return row(",".join(map(str, sizes)), ours, theirs)
+
+
+def short_table(rounds):
     return [
-        "## A training step, against KerasHub's `TransformerDecoder`",
+        "## A training step of short texts, against KerasHub's `TransformerDecoder`",
         "",
         *HEADER,
-        *lines,
+        step_row(rounds, (16, 256, 256, 4, 4, 128), (False, True), 12),
+    ]
+
+
+def step_table(rounds):
+    return [
+        "## A training step of a long text, against KerasHub's `TransformerDecoder`",
+        "",
+        *HEADER,
+        step_row(rounds, (1, 4096, 256, 4, 4, 128), (False,), 5),
+        step_row(rounds, (1, 8192, 256, 4, 4, 128), (False,), 3),
     ]
 
 
@@ -371,7 +382,7 @@ def layer_table(rounds):
                 )
         lines.append(row(f"{length} tokens", found["keras_tx"], found["keras"]))
     return [
-        "## Attention alone, against `keras.ops.dot_product_attention`",
+        "## Attention alone, against a layer of `keras.ops.dot_product_attention`",
         "",
         *HEADER,
         *lines,
@@ -379,6 +390,7 @@ def layer_table(rounds):
 
 
 TABLES = {
+    "short": short_table,
     "step": step_table,
     "long": long_table,
     "window": window_table,
@@ -396,6 +408,24 @@ def versions():
     return f"Python {platform.python_version()}, {found}, {os.cpu_count()} CPU cores"
 
 
+def put(page, section):
+    """Returns the page with a section in place of the one of the same title."""
+    title, *lines = section
+    kept = {
+        rest.partition("\n")[0]: rest.partition("\n")[2].strip()
+        for rest in page.split("\n## ")[1:]
+    }
+    kept[title.removeprefix("## ")] = "\n".join(lines).strip()
+    intro = (
+        "# What attention costs\n\nWritten by `python benchmarks/attention.py`, table "
+        "by table; median (lowest to highest) of the rounds. What is measured and how "
+        "stands in that file."
+    )
+    return (
+        "\n\n".join([intro, *(f"## {t}\n\n{body}" for t, body in kept.items())]) + "\n"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="processes of each")
@@ -409,20 +439,18 @@ def main():
         return
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     default = "RESULTS.md" if backend == "tensorflow" else f"RESULTS_{backend}.md"
-    rate = in_its_own_process("matrix_rate")["seconds"]
-    text = [
-        "# What attention costs",
-        "",
-        f"`python benchmarks/attention.py --only {' '.join(options.only)}`, "
-        f"{versions()}, {rate / 1e9:.0f} GFLOP/s in a product of 2,048 x 2,048 "
-        f"matrices; {options.rounds} rounds, median (lowest to highest). What is "
-        "measured and how stands in that file.",
-    ]
+    path = options.out or HERE / default
     for name in options.only:
-        text += ["", *TABLES[name](options.rounds)]
+        rate = in_its_own_process("matrix_rate")["seconds"]
+        title, *lines = TABLES[name](options.rounds)
+        conditions = (
+            f"`--only {name} --rounds {options.rounds}`: {versions()}, "
+            f"{rate / 1e9:.0f} GFLOP/s in a product of 2,048 x 2,048 matrices."
+        )
         # Behind each table: what was measured stays, whatever comes.
-        page = "\n".join([*text, ""])
-        (options.out or HERE / default).write_text(page, encoding="utf-8")
+        page = path.read_text(encoding="utf-8") if path.exists() else ""
+        page = put(page, [title, "", conditions, *lines])
+        path.write_text(page, encoding="utf-8")
     print(page)
 
 

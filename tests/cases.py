@@ -3,10 +3,12 @@
     python tests/cases.py                               # on the chosen backend
     python tests/cases.py --backends tensorflow jax torch
     python tests/cases.py --cases case-05 case-17 --workers 2
+    python tests/cases.py --reports FOLDER --backends tensorflow jax torch
 
 A line of `CASES` says where a fault was reported, what holds here, and which tests
-show it; the command runs those tests, one process for each backend, and prints a
-table. `benchmarks/peers.py` shows which of the faults are still there elsewhere.
+show it; the command runs those tests, one process for each backend, or reads what
+`pytest --junitxml=FOLDER/BACKEND.xml` left of a run of all tests, and prints a table.
+`benchmarks/peers.py` shows which of the faults are still there elsewhere.
 """
 
 import argparse
@@ -355,12 +357,18 @@ def main():
     parser.add_argument("--backends", nargs="+", default=[chosen], choices=BACKENDS)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--workers", type=int, default=0, help="of pytest-xdist")
+    parser.add_argument(
+        "--reports", type=pathlib.Path, metavar="FOLDER", help="run nothing, read these"
+    )
     options = parser.parse_args()
     cases = {name: CASES[name] for name in options.cases}
     tests = list(dict.fromkeys(test for case in cases.values() for test in case.tests))
     results = {}
     for backend in options.backends:
-        results[backend] = run(backend, tests, options.workers)
+        if options.reports:
+            results[backend] = outcomes(options.reports / f"{backend}.xml")
+        else:
+            results[backend] = run(backend, tests, options.workers)
     lines = table(cases, options.backends, results)
     print(*lines, sep="\n")
     cells = [cell for line in lines[2:] for cell in line.split(" | ")[4:]]

@@ -73,39 +73,49 @@ def test_a_base_emoji_has_one_name_a_language(example):
 
 
 def test_runs_are_all_of_one_to_four_characters(example):
-    runs = example.runs_of("abab")
+    runs = example.runs_of("abab", 4)
     text = " abab "
-    assert len(runs) == 6 + 5 + 4 + 3
+    assert len(runs) == 4 + 5 + 4 + 3
     assert all(run in text and 1 <= len(run) <= 4 for run in runs)
-    assert runs.count("ab") == 2 and runs.count(" ") == 2 and runs.count("bab ") == 1
+    assert runs.count("ab") == 2 and runs.count("bab ") == 1 and " " not in runs
+
+
+def test_no_run_holds_parts_of_two_words(example):
+    assert example.runs_of("ab  c", 6) == example.runs_of("ab", 6) + [
+        " c",
+        " c ",
+        *"c",
+        "c ",
+    ]
 
 
 def test_tokens_are_the_runs_that_enough_names_hold(example):
-    tokens_of = example.number_runs(["ab"] * 3 + ["abab", "cc"])
+    tokens_of = example.number_runs(["ab"] * 3 + ["abab", "cc"], 4, 4)
     first = 1 + example.NEIGHBOURHOODS
     assert sorted(tokens_of.values()) == list(range(first, first + len(tokens_of)))
-    assert {" ", "a", "b", "ab", " a", "b ", " ab"} <= set(tokens_of)
+    assert {"a", "b", "ab", " a", "b ", " ab"} <= set(tokens_of)
     # Two in one name count once, and three names are too few.
     assert not {"c", "ba", " ab "} & set(tokens_of)
 
 
 def test_all_runs_of_a_text_are_read_and_unknown_characters_by_neighbourhood(example):
-    tokens_of = {" ": 600, "a": 601, "an": 602, "한": 603}
-    rows = example.read(["an", "x", "글"], tokens_of)
-    assert rows.shape == (3, 5)
-    known = [600, 601, 602, 600]
+    tokens_of = {" a": 600, "a": 601, "an": 602, "한": 603}
+    rows = example.read(["an", "x", "글"], tokens_of, 4)
+    assert rows.shape == (3, 4)
+    known = [600, 601, 602]
     assert sorted(rows[0].tolist()) == sorted([*known, rows[0][rows[0] < 600][0]])
     near = [row[(row > 0) & (row < 600)].tolist() for row in rows]
     assert near[0] == near[1] and near[2] != near[0]  # n, x; and a syllable of Korea
-    assert (rows[1, 3:] == example.PAD).all()
+    assert (rows[1, 1:] == example.PAD).all()
 
 
 def test_training_shows_other_runs_each_time(example):
-    tokens_of = example.number_runs(["some name"] * 4)
+    tokens_of = example.number_runs(["some name"] * 4, 4, 4)
     rng = np.random.default_rng(0)
-    everything = example.read(["some name"], tokens_of)[0]
+    everything = example.read(["some name"], tokens_of, 4)[0]
     rows = [
-        example.read(["some name"], tokens_of, rng, length)[0] for length in (30, 30, 7)
+        example.read(["some name"], tokens_of, 4, rng, length)[0]
+        for length in (30, 30, 7)
     ]
     assert [np.count_nonzero(row) for row in rows] == [
         round(example.SHOWN * len(everything))
@@ -125,15 +135,42 @@ def test_padding_and_the_order_of_runs_change_nothing(example):
     assert np.abs(found[:, 0] - found[:, 1]).max() > 1e-3  # two opinions
 
 
-def test_encoders_agree_on_the_mean_of_opinions(example):
-    options = example.parse(["--encoders=3", "--heads=2", "--dim=8"])
-    model = example.build(options, 20)
-    rows = np.array([[3, 5, 7, 11], [4, 6, 0, 0]], "int32")
-    powers = np.exp(model.predict_on_batch(rows).astype("float64"))
-    mean = np.prod(powers / powers.sum(axis=-1, keepdims=True), axis=1) ** (1 / 3)
-    expected = mean / mean.sum(axis=-1, keepdims=True)
+def test_the_count_is_naive_bayes(example):
+    texts, answers = ["ab", "ab", "ba", "c"], [0, 0, 1, 1]
+    tokens_of = example.number_runs(texts, 6, 1)
+    table = example.opinion_of_counts(texts, answers, tokens_of, 2)
+    # " ab " has 8 runs that are more than a space, " c " has 4.
+    counts = np.array([8 + 8, 8 + 4]) + example.NEVER * len(tokens_of)
+    often, never = table[tokens_of["ab"]]
+    assert often == pytest.approx(np.log((2 + example.NEVER) / counts[0]))
+    assert never == pytest.approx(np.log(example.NEVER / counts[1]))
+    assert (table[: 1 + example.NEIGHBOURHOODS] == 0).all()
+
+
+def test_opinions_of_encoders_and_count_add_up(example):
+    options = example.parse(["--encoders=2", "--heads=2", "--dim=8"])
+    texts, answers = ["ab", "bcd", "a d"], [3, 1, 0]
+    numbers = [example.number_runs(texts, longest, 1) for longest in (4, 6)]
+    table = example.opinion_of_counts(texts, answers, numbers[1], 14)
+    encoders = example.build(options, 1 + example.NEIGHBOURHOODS + len(numbers[0]))
+    model = example.with_count(encoders, table)
+    found = np.exp(example.opinions(model, texts, *numbers))
+    assert found.shape == (3, 3, 14)
+    np.testing.assert_allclose(found.sum(axis=-1), 1, rtol=1e-6)
+    rows = example.read(texts, numbers[0], 4)
+    powers = np.exp(encoders.predict_on_batch(rows).astype("float64"))
     np.testing.assert_allclose(
-        example.agree(example.opinions(model, rows)), expected, rtol=1e-5
+        found[:, :2], powers / powers.sum(axis=-1, keepdims=True), rtol=1e-5
+    )
+    says = np.exp(table[example.read(texts, numbers[1], 6)].sum(axis=1))
+    np.testing.assert_allclose(
+        found[:, 2], says / says.sum(axis=-1, keepdims=True), rtol=1e-4
+    )
+    total = np.sqrt(found[:, 0] * found[:, 1]) * found[:, 2] ** example.WEIGHT_OF_COUNT
+    np.testing.assert_allclose(
+        example.agree(np.log(found)),
+        total / total.sum(axis=-1, keepdims=True),
+        rtol=1e-6,
     )
 
 

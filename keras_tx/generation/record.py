@@ -8,6 +8,7 @@ steps, later ones are the operations alone.
 import collections
 import contextlib
 import contextvars
+import types
 
 import keras
 
@@ -169,6 +170,7 @@ def tidy(module):
     graph.eliminate_dead_code()
     _shorten(graph)
     graph.eliminate_dead_code()
+    _bind(module)
     module.recompile()
 
 
@@ -195,6 +197,31 @@ def _shorten(graph):
         elif root is not before:
             node.target = torch.ops.aten.as_strided.default
             node.args, node.kwargs = (root, *map(_plain, place(node))), {}
+
+
+def _bind(module):
+    """Calls operations and reads weights by the shortest way there is in Python.
+
+    An operation by its overload, such as `torch.ops.aten.add.Tensor`, looks at its
+    schema in each call: for a view that is three times what `torch.add` and its like
+    take. A module looks for weights in three places.
+    """
+    import torch
+
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+            if node.target not in vars(module):
+                delattr(module, node.target)
+                vars(module)[node.target] = value
+        elif isinstance(node.target, torch._ops.OpOverload):
+            schema = node.target._schema
+            space, _, plain_name = schema.name.partition("::")
+            plain = getattr(torch, plain_name, None)
+            if space == "aten" and isinstance(plain, types.BuiltinFunctionType):
+                node.target = plain
+            elif space == "aten" and hasattr(torch.Tensor, plain_name):
+                node.op, node.target = "call_method", plain_name
 
 
 def _plain(x):

@@ -31,6 +31,7 @@ EXAMPLES = {
         "scikit-learn's digits (CC BY 4.0)",
         {
             "accuracy": lambda r: r["accuracy"],
+            "at one look": lambda r: r["accuracy_at_one_look"],
             "baseline support vector machine": lambda r: r["baseline"],
         },
     ),

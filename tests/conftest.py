@@ -26,7 +26,7 @@ if hypothesis is not None:
     hypothesis.settings.register_profile(
         "thorough",
         parent=hypothesis.settings.get_profile("quick"),
-        max_examples=10_000,
+        max_examples=2_500,  # of each test: ten thousand of all
         derandomize=False,
         print_blob=True,
     )

@@ -4,7 +4,7 @@ A few random examples of each run with every test run, always the same ones;
 
     pytest tests/test_properties.py --hypothesis-profile=thorough
 
-draws ten thousand of each, and others every time.
+draws ten thousand in all, and others every time.
 """
 
 import dataclasses

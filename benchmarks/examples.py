@@ -7,8 +7,9 @@
 
 Runs `examples/NAME.py --seed S --out FOLDER/NAME_BACKEND_S`, one process after
 another, and tables the `result.json` of each. How a result is measured stands at the
-top of each example. A run whose result is in FOLDER already is not repeated. The
-backend is chosen by KERAS_BACKEND.
+top of each example. A run whose result is in FOLDER already is not repeated. What the
+files tell of examples that did not run stays there. The backend is chosen by
+KERAS_BACKEND.
 """
 
 import argparse
@@ -84,6 +85,10 @@ def place(name, seed, folder):
     return folder / f"{name}_{backend()}_{seed}"
 
 
+def read_text(path):
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
 def read(name, seed, folder):
     """Returns the result of an earlier run, or `None`."""
     path = place(name, seed, folder) / "result.json"
@@ -154,20 +159,35 @@ def conditions(found):
     )
 
 
-def table(found):
-    """Returns the README's table."""
+def row(name, results):
+    task, data, _ = EXAMPLES[name]
+    return (
+        f"| `examples/{name}.py` | {task} | {data} | {told(name, results, True)} | "
+        f"{told(name, results, False)} | {len(results)} | {duration(results)} | "
+        f"{results[0]['backend']} |"
+    )
+
+
+def table(found, before=""):
+    """Returns the README's table.
+
+    Args:
+        found: `{name: results}`.
+        before: Text with the table of before, whose other rows stay.
+    """
+    rows = {
+        name: line
+        for name in EXAMPLES
+        for line in before.splitlines()
+        if line.startswith(f"| `examples/{name}.py` |")
+    }
+    rows |= {name: row(name, results) for name, results in found.items()}
     lines = [
         "| example | task | data and licence | baseline | result | seeds | processor "
         "time | backend |",
         "|---" * 8 + "|",
+        *(rows[name] for name in EXAMPLES if name in rows),
     ]
-    for name, results in found.items():
-        task, data, _ = EXAMPLES[name]
-        lines.append(
-            f"| `examples/{name}.py` | {task} | {data} | {told(name, results, True)} | "
-            f"{told(name, results, False)} | {len(results)} | {duration(results)} | "
-            f"{results[0]['backend']} |"
-        )
     return "\n".join([*lines, "", conditions(found)])
 
 
@@ -177,47 +197,54 @@ def numbers_of(results):
     return " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
 
 
-def page(found):
+def page(found, before=""):
     """Returns EXAMPLES.md: the same, and every run."""
+    sections = {
+        part.partition("\n")[0]: f"## {part.strip()}"
+        for part in before.split("\n## ")[1:]
+    }
+    sections |= {name: section(name, results) for name, results in found.items()}
+    intro = (
+        "# What the examples reach\n\n`python benchmarks/examples.py`. How a result is "
+        "measured stands at the top of each example."
+    )
+    parts = [intro, table(found, before)]
+    parts += [sections[name] for name in EXAMPLES if name in sections]
+    return "\n\n".join(parts) + "\n"
+
+
+def section(name, results):
+    """Returns all runs of an example."""
+    measures = EXAMPLES[name][2]
     lines = [
-        "# What the examples reach",
+        f"## {name}",
         "",
-        "`python benchmarks/examples.py`. How a result is measured stands at the top "
-        "of each example.",
+        f"{numbers_of(results)} parameters, {results[0]['held_out']:,} "
+        f"examples held out; {results[0]['data']}.",
         "",
-        table(found),
+        "| seed | "
+        + " | ".join(m.removeprefix("baseline ") for m in measures)
+        + " | training | reloaded logits differ by |",
+        "|---" * (len(measures) + 3) + "|",
     ]
-    for name, results in found.items():
-        measures = EXAMPLES[name][2]
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            f"{numbers_of(results)} parameters, {results[0]['held_out']:,} "
-            f"examples held out; {results[0]['data']}.",
-            "",
-            "| seed | "
-            + " | ".join(m.removeprefix("baseline ") for m in measures)
-            + " | training | reloaded logits differ by |",
-            "|---" * (len(measures) + 3) + "|",
-        ]
-        for r in results:
-            cells = " | ".join(f"{get(r):.4f}" for get in measures.values())
-            lines.append(
-                f"| {r['seed']} | {cells} | {r['processor_seconds']:.0f} s | "
-                f"{r['reload_difference']} |"
-            )
-    return "\n".join([*lines, ""])
+    for r in results:
+        cells = " | ".join(f"{get(r):.4f}" for get in measures.values())
+        lines.append(
+            f"| {r['seed']} | {cells} | {r['processor_seconds']:.0f} s | "
+            f"{r['reload_difference']} |"
+        )
+    return "\n".join(lines)
 
 
-def write_readme(path, text):
-    """Puts a table between its markers."""
+def write_readme(path, found):
+    """Puts the table between its markers."""
     readme = path.read_text(encoding="utf-8")
     before, start, rest = readme.partition(MARKERS[0])
-    _, end, after = rest.partition(MARKERS[1])
+    now, end, after = rest.partition(MARKERS[1])
     if not start or not end:
         sys.exit(f"{path} has no place for results: {' '.join(MARKERS)}.")
-    path.write_text(f"{before}{start}\n{text}\n{end}{after}", encoding="utf-8")
+    text = f"{before}{start}\n{table(found, now)}\n{end}{after}"
+    path.write_text(text, encoding="utf-8")
 
 
 def main(arguments=None):
@@ -242,11 +269,11 @@ def main(arguments=None):
             found[name] = results
     if not found:
         sys.exit(f"There are no results of {backend()} in {options.found}.")
-    text = page(found)
+    text = page(found, read_text(options.out))
     print(text)
     options.out.write_text(text, encoding="utf-8")
     if options.readme:
-        write_readme(options.readme, table(found))
+        write_readme(options.readme, found)
 
 
 if __name__ == "__main__":

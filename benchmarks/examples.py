@@ -42,6 +42,7 @@ EXAMPLES = {
         {
             "accuracy": lambda r: r["accuracy"],
             "of each of its encoders": lambda r: statistics.mean(r["accuracy_of_each"]),
+            "of all its encoders": lambda r: r["accuracy_of_encoders"],
             "of its count": lambda r: r["accuracy_of_count"],
             "baseline logistic regression on runs of 1 to 4 characters": (
                 lambda r: r["baseline"]

@@ -8,16 +8,18 @@
 Each contestant runs in a process of its own, one after another, on weights of
 the same shapes: greedy, prompt 16, to the full length, no stop token. "first" is
 the first call, compilation included; "next" is the best of the calls behind it.
-Ratios above 1 mean that keras_tx is faster. `bound` is the share of the least
-possible time: reading each weight once per step at the bandwidth of a
-matrix-vector product, measured here. The two models agree in their sizes, not
-in their values: speed does not depend on them.
+Of several `--rounds` it tells the median, and of ratios, which compare what ran in
+the same round, the lowest and highest too. Ratios above 1 mean that keras_tx is
+faster. `bound` is the share of the least possible time: reading each weight once
+per step at the bandwidth of a matrix-vector product, measured here. The two models
+agree in their sizes, not in their values: speed does not depend on them.
 """
 
 import argparse
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -256,6 +258,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the small model only")
     parser.add_argument("--case", choices=CASES, help="one case only")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="of all contestants, one after another"
+    )
     parser.add_argument("--memory", action="store_true", help="memory, not time")
     parser.add_argument("--out", help="a file that gets the table too")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
@@ -281,27 +286,33 @@ def main():
         memory_of_weights()
         return
     say(f"backend {backend}, {os.cpu_count()} CPU cores, greedy, prompt {PROMPT}")
-    say(f"{'':18}{'':14}{'first s':>9}{'next s':>9}{'tokens/s':>10}{'ratio':>8}")
+    say(f"{'':18}{'':14}{'first s':>9}{'next s':>9}{'tokens/s':>10}   ratio")
     for case, (*_, length, batch, _calls) in CASES.items():
         if (options.quick and "GPT-2" in case) or (options.case or case) != case:
             continue
-        found = {name: in_its_own_process(name, case) for name in CONTESTANTS}
-        own = found["keras_tx"]
-        for name, times in found.items():
-            if times is None:
+        names = [*CONTESTANTS, *(["bound"] if batch == 1 else [])]
+        rounds = [
+            {name: in_its_own_process(name, case) for name in names}
+            for _ in range(options.rounds)
+        ]
+        for name in names:
+            times = [found[name] for found in rounds if found[name]]
+            both = [found for found in rounds if found[name] and found["keras_tx"]]
+            ratios = sorted(f[name]["next"] / f["keras_tx"]["next"] for f in both)
+            if not times or not ratios:
                 continue
-            speed = batch * (length - PROMPT) / times["next"]
-            ratio = times["next"] / own["next"] if own else float("nan")
-            say(
-                f"{case:18}{name:14}{times['first']:9.2f}{times['next']:9.3f}"
-                f"{speed:10.0f}{ratio:8.2f}"
+            first, following = (
+                statistics.median(t[key] for t in times) if key in times[0] else None
+                for key in ("first", "next")
             )
-        bound = in_its_own_process("bound", case)
-        if own and bound and batch == 1:
-            say(
-                f"{case:18}{'bound':14}{'':9}{bound['next']:9.3f}"
-                f"{'':10}{bound['next'] / own['next']:8.2f}"
-            )
+            ratio = f"{statistics.median(ratios):8.2f}"
+            if len(ratios) > 1:
+                ratio += f" ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            if name == "bound":
+                say(f"{case:18}{name:14}{'':9}{following:9.3f}{'':10}{ratio}")
+                continue
+            speed = batch * (length - PROMPT) / following
+            say(f"{case:18}{name:14}{first:9.2f}{following:9.3f}{speed:10.0f}{ratio}")
 
 
 if __name__ == "__main__":

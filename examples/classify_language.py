@@ -70,8 +70,8 @@ LANGUAGES = {
 }
 TOKEN_RUN, COUNTED_RUN = 4, 6  # characters of the longest run, for encoders and count
 HELD_BY = 4  # names, at least, if a run is to be a token
-# What a run counts that a language never had; chosen on a fifth of the emoji that seed 0
-# trains on.
+# What a run counts that a language never had; chosen on a fifth of the emoji that seed
+# 0 trains on.
 NEVER = 0.03
 SHOWN = 0.4  # share of the runs of a name that training shows
 # Tokens: padding, then for characters that are no token the neighbourhoods of 256

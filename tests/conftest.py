@@ -1,5 +1,6 @@
 """What every test shares: the backend named, and the same numbers every time."""
 
+import gc
 import importlib.metadata
 import os
 import subprocess
@@ -108,6 +109,17 @@ def same_numbers_every_time():
     keras.config.set_dtype_policy("float32")
     yield
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_in_the_garbage():
+    """What is there before a module's tests is not searched for garbage again.
+
+    Keras collects garbage for each layer that it quantizes, and a million objects
+    of backends and of tests that are done take a second each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

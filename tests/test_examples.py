@@ -63,6 +63,7 @@ def result_of(name, seed, shift=0.0):
         "backend": "tensorflow",
         "accuracy": 0.97 + shift,
         "accuracy_of_each": [0.8, 0.9],
+        "accuracy_of_encoders": 0.95,
         "accuracy_of_count": 0.7,
         "accuracy_at_one_look": 0.6,
         "exact": 0.99 + shift,

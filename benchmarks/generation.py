@@ -296,23 +296,22 @@ def main():
             for _ in range(options.rounds)
         ]
         for name in names:
-            times = [found[name] for found in rounds if found[name]]
-            both = [found for found in rounds if found[name] and found["keras_tx"]]
-            ratios = sorted(f[name]["next"] / f["keras_tx"]["next"] for f in both)
-            if not times or not ratios:
-                continue
-            first, following = (
-                statistics.median(t[key] for t in times) if key in times[0] else None
-                for key in ("first", "next")
-            )
-            ratio = f"{statistics.median(ratios):8.2f}"
-            if len(ratios) > 1:
-                ratio += f" ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            if name == "bound":
-                say(f"{case:18}{name:14}{'':9}{following:9.3f}{'':10}{ratio}")
-                continue
-            speed = batch * (length - PROMPT) / following
-            say(f"{case:18}{name:14}{first:9.2f}{following:9.3f}{speed:10.0f}{ratio}")
+            done = [found for found in rounds if found[name] and found["keras_tx"]]
+            if done:
+                say(f"{case:18}{name:14}{row(name, done, batch * (length - PROMPT))}")
+
+
+def row(name, rounds, tokens):
+    """Returns what the table says of a contestant, over rounds that have it."""
+    ratios = sorted(found[name]["next"] / found["keras_tx"]["next"] for found in rounds)
+    ratio = f"{statistics.median(ratios):8.2f}"
+    if len(ratios) > 1:
+        ratio += f" ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    following = statistics.median(found[name]["next"] for found in rounds)
+    if name == "bound":
+        return f"{'':9}{following:9.3f}{'':10}{ratio}"
+    first = statistics.median(found[name]["first"] for found in rounds)
+    return f"{first:9.2f}{following:9.3f}{tokens / following:10.0f}{ratio}"
 
 
 if __name__ == "__main__":

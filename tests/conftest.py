@@ -1,7 +1,7 @@
 """What every test shares: the backend named, and the same numbers every time."""
 
 import gc
-import importlib.metadata
+import importlib
 import os
 import subprocess
 import sys
@@ -72,8 +72,8 @@ def compile_in_a_hurry(config, backend):
     XLA ends a process that names a flag which it does not know, so another one is
     asked, once for each version.
     """
-    package = {"jax": "jaxlib"}.get(backend, backend)
-    key = f"xla/{backend}-{importlib.metadata.version(package)}"
+    package = importlib.import_module({"jax": "jaxlib"}.get(backend, backend))
+    key = f"xla/{backend}-{package.__version__}"
     flags = config.cache.get(key, None)
     if flags is None:
         probe = [sys.executable, "-c", XLA_PROBES[backend]]

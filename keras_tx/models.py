@@ -658,6 +658,13 @@ class LanguageModel(Functional):  # or Keras would change its base on first use
     >>> model.compile("adamw", keras_tx.ChunkedCrossentropy())
     """
 
+    def make_train_function(self, force=False):
+        # TensorFlow traces a step again if it made variables while tracing it, and
+        # Keras leaves those of the optimizer to that moment.
+        if self.trainable_variables and not getattr(self.optimizer, "built", True):
+            self.optimizer.build(self.trainable_variables)
+        return super().make_train_function(force)
+
     def train_step(self, *state_and_data):
         with self._logits_put_off():
             return super().train_step(*state_and_data)

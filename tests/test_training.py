@@ -172,6 +172,21 @@ def test_every_way_to_run_gives_the_same_losses_and_weights(way, plain):
         assert np.abs(array(v.value) - expected).mean() < 1e-4
 
 
+def test_a_step_is_traced_once():
+    """The optimizer's variables are there before, or TensorFlow traces again."""
+    traced = []
+
+    class Counted(tx.LanguageModel):
+        def train_step(self, *arguments):
+            traced.append(self.optimizer.built)
+            return super().train_step(*arguments)
+
+    model = make()
+    model = Counted(model.inputs, model.outputs)
+    fit(model, tx.next_token(cycles(8, 7)), batch_size=4, epochs=2)
+    assert traced == [True] * (4 if BACKEND == "torch" else 1)
+
+
 def test_a_smaller_last_batch_counts_by_its_rows():
     model = make()
     inputs, targets = tx.next_token(ROWS)

@@ -432,7 +432,7 @@ def text():
 
 
 def found_while_training(model, text):
-    """Trains for eight steps, looks, and returns what was found and warned of."""
+    """Trains for four steps, looks, and returns what was found and warned of."""
     x, y = text
     model.compile(
         keras.optimizers.Adam(1e-2),
@@ -443,7 +443,7 @@ def found_while_training(model, text):
     health = tx.AttentionHealth((x[:4], y[:4]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model.fit(x, y, batch_size=2, verbose=0, callbacks=[health])
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[health])
     said = [str(w.message) for w in caught if "After epoch" in str(w.message)]
     assert len(said) == len(health.findings)
     return health.findings

@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_tx import checks
+from keras_tx import checks, kernels
 from keras_tx.serialization import (
     child_dtype,
     dtype_config,
@@ -197,12 +197,12 @@ class FeedForward(keras.layers.Layer):
     def call(self, x, training=None):
         checks.floats("x", x)
         checks.features("x", x, self._num_features, self)
-        hidden = self.widen(x)  # (..., D) -> (..., hidden)
-        bent = self._bend(self.gate(x) if self.gated else hidden)
+        hidden = kernels.apply(self.widen, x)  # (..., D) -> (..., hidden)
+        bent = self._bend(kernels.apply(self.gate, x) if self.gated else hidden)
         hidden = bent * hidden if self.gated else bent
         if self.dropout:
             hidden = self.drop(hidden, training=training)
-        return self.narrow(hidden)  # (..., hidden) -> (..., D)
+        return kernels.apply(self.narrow, hidden)  # (..., hidden) -> (..., D)
 
     def _bend(self, x):
         if self.activation is keras.activations.gelu:

@@ -401,3 +401,43 @@ def test_biases_by_position_are_made_by_blocks_with_the_same_gradients(name):
         assert_near(found[1][1][path], expected)
         assert np.abs(expected).max() > 0
     assert_near(to_numpy(layers[1](x, **call)), to_numpy(layers[0](x, **call)))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_one_row_by_matrices_laid_out_before_is_what_the_layers_give(
+    large, monkeypatch
+):
+    """In parts or whole, with and without a bias; other rows and layers as ever."""
+    monkeypatch.setattr(kernels, "LARGE_MATRIX", 1 if large else 2**19)
+    dense = [
+        keras.layers.Dense(24, bias_initializer="ones"),
+        keras.layers.Dense(24, use_bias=False),
+        keras.layers.Dense(24, activation="relu"),
+    ]
+    heads = keras.layers.EinsumDense(  # of rows, as `rowwise` calls it
+        "rd,dnh->rnh", (3, 8), bias_axes="nh", bias_initializer="ones"
+    )
+    features = keras.random.normal((2, 3, 16))
+    for apply, layers in ((kernels.apply, dense), (kernels.rowwise, [*dense, heads])):
+        for layer in layers:
+            for x in (features[:1, :1], features):
+                expected = to_numpy(layer(ops.reshape(x, (-1, 16))))
+                with kernels.matrices_before(layers):
+                    found = to_numpy(apply(layer, x))
+                assert found.shape == (*x.shape[:2], *expected.shape[1:])
+                found = found.reshape(expected.shape)
+                np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_text_is_the_same_with_matrices_in_parts(gated, monkeypatch):
+    def block(index):
+        return tx.TransformerBlock(2, tx.FeedForward(32, gated=gated), norm="rms")
+
+    model = tx.decoder(31, 16, 2, block=block)
+    prompt = np.array([[3, 1, 4, 1, 5]])
+    whole = tx.generate(model, prompt, 12)
+    monkeypatch.setattr(kernels, "LARGE_MATRIX", 1)
+    again = keras.models.clone_model(model)
+    again.set_weights(model.get_weights())
+    np.testing.assert_array_equal(tx.generate(again, prompt, 12), whole)

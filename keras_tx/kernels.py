@@ -118,7 +118,7 @@ def apply(layer, x):
 
 @contextlib.contextmanager
 def matrices_before(layers):
-    """Lays the kernels of heads flat here, outside of the loop that is to come.
+    """Lays kernels of heads, and large ones, flat outside of the loop to come.
 
     XLA on a CPU multiplies one row by a matrix at the speed of memory, unless the
     matrix is a view made in the same loop, such as a kernel `(D, N, H)` seen as
@@ -152,7 +152,7 @@ def _has_matrix(layer):
     if type(layer) is keras.layers.EinsumDense:
         return "." not in layer.equation
     # One product already, and better off that way unless it comes in parts.
-    return type(layer) is keras.layers.Dense and _comes_in_parts(*layer.kernel.shape)
+    return _comes_in_parts(*layer.kernel.shape)
 
 
 def _comes_in_parts(size, width):

@@ -58,11 +58,11 @@ def pytest_configure(config):
 # out LLVM's expensive passes. JAX compiles every operation for every shape, so that
 # there LLVM optimizes nothing at all; on TensorFlow a trained step would then take
 # two and a half times as long.
-HURRY = (
+FEW_PASSES = (
     "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
     "--xla_backend_optimization_level="
 )
-HURRY = {"tensorflow": f"{HURRY}1", "jax": f"{HURRY}0"}
+HURRY = {"tensorflow": f"{FEW_PASSES}1", "jax": f"{FEW_PASSES}0"}
 XLA_PROBES = {
     "tensorflow": "import tensorflow as tf; tf.function(tf.abs, jit_compile=True)(1.0)",
     "jax": "import jax.numpy; jax.numpy.ones(1) + 1",

@@ -18,9 +18,11 @@ from keras import ops
 MASKED_SCORE = -1e30
 
 # A step of generation reads what a cache holds in blocks of so many slots, if
-# it has few rows; see `held`.
+# it has few rows; see `held`. A block is copied to be read, which takes as long as
+# to read so many where they lie.
 HELD_BLOCK = 64
 FEW_ROWS = 4
+COST_OF_COPY = 8
 
 # XLA on a CPU reads a matrix of so many elements faster in so many parts; see
 # `_laid_flat`.
@@ -401,7 +403,12 @@ def held(
         return x if dtype_name(x) == dtype_name(query) else ops.cast(x, query.dtype)
 
     def scores_of(key, allowed, bias):
-        result = einsum_float32("bkqh,bksh->bkqs", grouped, key)
+        # Keras transposes the second of two operands, so that has to be the smaller.
+        if groups * length < head_dim:
+            result = einsum_float32("bksh,bkqh->bksq", key, grouped)
+            result = ops.swapaxes(result, 2, 3)
+        else:
+            result = einsum_float32("bkqh,bksh->bkqs", grouped, key)
         shape = (batch, num_kv_heads, groups, length, key.shape[2])
         result = ops.reshape(result, shape) * scale
         if soft_cap is not None:
@@ -476,6 +483,28 @@ def held(
         # A query that sees nothing has the sum 0 and the mix 0.
         return mixed / ops.where(total > 0, total, 1.0)
 
+    def of_few_rows(filled):
+        """All slots where many are filled, block by block where few are."""
+
+        def whole():
+            some = map(plain, (key, value), scale_of)
+            return restore(at_once(*some, allowed, bias)[0])
+
+        def blocks():
+            return restore(in_blocks(filled))
+
+        def nothing():
+            return ops.zeros((*query.shape[:-1], value.shape[-1]), dtype=query.dtype)
+
+        # A branch, even one that is never taken, also keeps XLA from fusing a product
+        # with the write before it, which would then copy all slots for one token.
+        if slots <= 2 * HELD_BLOCK:
+            return ops.cond(filled > 0, whole, nothing)
+        as_kept = scale_of[0] is None and dtype_name(key) == dtype_name(query)
+        if length > FEW_ROWS or not as_kept:
+            return blocks()
+        return ops.cond(filled * COST_OF_COPY < slots, blocks, whole)
+
     filled = held.filled
     raw_dtype = "float64" if dtype_name(query) == "float64" else "float32"
     if not return_weights and isinstance(filled, int):
@@ -484,10 +513,10 @@ def held(
     static = all(isinstance(x, int) for x in (batch, length, slots))
     # A record of torch has no branches, and reads what `generation.steps` left of it.
     static = static and keras.backend.backend() != "torch"
-    if not return_weights and static and slots > 2 * HELD_BLOCK:
+    if not return_weights and static:
         if batch <= FEW_ROWS and slots % HELD_BLOCK == 0:
-            return restore(in_blocks(filled)), None
-        if length > 1:
+            return of_few_rows(filled), None
+        if slots > 2 * HELD_BLOCK and length > 1:
             ends = sorted({-(-slots * part // 8) for part in range(1, 9)})
             branches = [
                 lambda size=size: at_once(*of_slots(0, size))[0] for size in ends

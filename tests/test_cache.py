@@ -470,10 +470,12 @@ def test_a_transform_around_the_layer_is_refused():
 
 @pytest.mark.parametrize("batch", [2, 6])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_reading_the_filled_part_is_reading_all(batch, with_bias):
-    # Few rows read in blocks, many in parts; both against float64 in NumPy.
+@pytest.mark.parametrize(("length", "slots"), [(1, 128), (1, 256), (6, 256)])
+def test_reading_the_filled_part_is_reading_all(batch, with_bias, length, slots):
+    # Few rows read in blocks or all at once, many in parts; all against float64 in
+    # NumPy.
     rng = np.random.default_rng(0)
-    heads, groups, slots, dim, length = 2, 2, 256, 8, 3
+    heads, groups, dim = 2, 2, 8
     query = rng.normal(size=(batch, length, heads * groups, dim)).astype("float32")
     key, value = rng.normal(size=(2, batch, heads, slots, dim)).astype("float32")
     bias = rng.normal(size=(1, heads * groups, length, slots)).astype("float32")
@@ -482,7 +484,7 @@ def test_reading_the_filled_part_is_reading_all(batch, with_bias):
     scores = 5.0 * np.tanh(scores / 5.0)
     if with_bias:
         scores = scores + bias.reshape(1, heads, groups, length, slots)
-    for filled in (3, 64, 65, 200, 256):
+    for filled in (3, 64, 65, 100, slots):
         allowed = np.broadcast_to(np.arange(slots) < filled, (batch, length, slots))
         allowed = allowed.copy()
         allowed[0, 0] = False  # a query that sees nothing

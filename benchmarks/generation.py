@@ -145,7 +145,7 @@ CONTESTANTS = {"keras_tx": ours, "KerasHub": keras_hub, "Hugging Face": hugging_
 
 
 def measure(contestant, case):
-    """Runs in a process of its own; prints seconds of the first call and of a later one."""
+    """Runs in a process of its own; prints seconds of the first and of later calls."""
     sizes = CASES[case]
     if contestant == "bound":
         print(json.dumps({"next": bandwidth(*sizes)}))

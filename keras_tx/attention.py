@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_tx import blockwise, cache, checks, kernels, masks, recording
+from keras_tx import blockwise, cache, checks, kernels, masks, reading, recording
 from keras_tx.norms import NormTemplate
 from keras_tx.positions import check_positions, default_positions
 from keras_tx.remat import Rematerialized
@@ -205,7 +205,7 @@ class ScaledAttention(Rematerialized, keras.layers.Layer):
         if scope is not None and mask.causal:
             held = scope.hold(self, key, value, mask)
             if isinstance(held, cache.Held):
-                mixed, weights = kernels.held(
+                mixed, weights = reading.attend(
                     query,
                     held,
                     queries=mask.queries,

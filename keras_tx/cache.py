@@ -23,7 +23,7 @@ import keras
 import numpy as np
 from keras import ops
 
-# Rings and capacities are multiples of it; see `kernels.held`.
+# Rings and capacities are multiples of it; see `keras_tx.reading`.
 BLOCK = 64
 
 _current: contextvars.ContextVar = contextvars.ContextVar(

@@ -15,7 +15,7 @@ import pytest
 from keras import ops
 
 import keras_tx as tx
-from keras_tx import cache, kernels
+from keras_tx import cache, reading
 from keras_tx.generation.plan import plan_of
 
 POSITIONS = {
@@ -495,7 +495,7 @@ def test_reading_the_filled_part_is_reading_all(batch, with_bias, length, slots)
             held = cache.Held(
                 *map(ops.convert_to_tensor, (key, value, allowed)), None, known
             )
-            found, _ = kernels.held(
+            found, _ = reading.attend(
                 ops.convert_to_tensor(query),
                 held,
                 scale=0.3,

@@ -19,7 +19,7 @@ HOUSE = [
     ["serialization"],
     ["masks", "cache", "recording", "data", "sampling"],
     ["norms", "kernels", "positions", "recompute", "remat"],
-    ["blockwise", "losses"],
+    ["blockwise", "losses", "reading"],
     ["attention", "embeddings", "feed_forward"],
     ["blocks"],
     ["models"],

@@ -5,7 +5,7 @@ import functools
 import keras
 from keras import ops
 
-from keras_tx import cache, kernels, sampling
+from keras_tx import cache, kernels, reading, sampling
 from keras_tx.generation import record
 
 
@@ -233,9 +233,9 @@ def _columns_of(tokens, column, count):
 def _while_growing(plan, condition, step, state, fixed, capacity, limit):
     """Step after step, each of which reads no more of what is held than is filled.
 
-    Few rows read block by block; see `kernels.held`. For many rows there is a loop
-    for each quarter of the capacity, over entries of that size, and on torch one
-    for each half.
+    Few rows see to that themselves; see `keras_tx.reading`. For many rows there is a
+    loop for each quarter of the capacity, over entries of that size, and on torch
+    one for each half.
 
     Args:
         plan: The `Plan`.
@@ -260,7 +260,7 @@ def _while_growing(plan, condition, step, state, fixed, capacity, limit):
     part = -(-capacity // (parts * cache.BLOCK)) * cache.BLOCK
     reaches = [*range(part, capacity, part), capacity]
     reaches = reaches if capacity > 2 * cache.BLOCK else [capacity]
-    few = num_rows <= kernels.FEW_ROWS or len(reaches) == 1
+    few = num_rows <= reading.FEW_ROWS or len(reaches) == 1
     if recorder is None and few:
         with kernels.matrices_before(plan.parts if num_rows == 1 else ()):
             return _while(condition, body(capacity), state)

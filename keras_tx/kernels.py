@@ -18,7 +18,7 @@ from keras import ops
 MASKED_SCORE = -1e30
 
 # XLA on a CPU reads a matrix of so many elements faster in so many parts; see
-# `_laid_flat`.
+# `_Flat`.
 LARGE_MATRIX = 2**19
 PARTS = 8
 
@@ -95,20 +95,18 @@ def rowwise(layer, x):
     all of them held and then summed, which on a CPU can take longer than the
     rest of a training step.
     """
+    flat = _flat_of(layer, x)
+    if flat is not None:
+        return flat(x)
     batch, length = sizes(x)[:2]
-    matrix = (_matrices.get() or {}).get(id(layer))
-    if matrix is not None and is_one_row(x):
-        return _one_row(layer, matrix, x)
     result = layer(ops.reshape(x, (-1, *x.shape[2:])))
     return ops.reshape(result, (batch, length, *result.shape[1:]))
 
 
 def apply(layer, x):
     """Applies a layer to `(..., D)`, one row by what `matrices_before` laid out."""
-    matrix = (_matrices.get() or {}).get(id(layer))
-    if matrix is not None and len(x.shape) == 3 and is_one_row(x):
-        return _one_row(layer, matrix, x)
-    return layer(x)
+    flat = _flat_of(layer, x) if len(x.shape) == 3 else None
+    return layer(x) if flat is None else flat(x)
 
 
 @contextlib.contextmanager
@@ -125,29 +123,34 @@ def matrices_before(layers):
     Args:
         layers: Those that the loop may call.
     """
-    plain = [
-        layer
-        for layer in layers
-        if type(layer) in (keras.layers.EinsumDense, keras.layers.Dense)
-        and layer.built
-        and not layer.quantization_mode
-        and _has_matrix(layer)
-        and not layer.lora_enabled
-        and layer.activation in (None, keras.activations.linear)
-    ]
-    token = _matrices.set({id(layer): _laid_flat(layer) for layer in plain})
+    flat = {}
+    for layer in layers:
+        plain = (
+            type(layer) in (keras.layers.EinsumDense, keras.layers.Dense)
+            and layer.built
+            and not layer.quantization_mode
+            and not layer.lora_enabled
+            and layer.activation in (None, keras.activations.linear)
+        )
+        if plain and type(layer) is keras.layers.EinsumDense:
+            operands, outputs = layer.equation.split("->")
+            if "." not in operands:
+                inputs = len(operands.split(",")[0]) - 1
+                flat[id(layer)] = _Flat(layer, inputs, len(outputs) - 1)
+        # One product already, and better off that way unless it comes in parts.
+        elif plain and _comes_in_parts(*layer.kernel.shape):
+            flat[id(layer)] = _Flat(layer, 1, 1)
+    token = _matrices.set(flat)
     try:
         yield
     finally:
         _matrices.reset(token)
 
 
-def _has_matrix(layer):
-    """Whether `matrices_before` lays the layer's kernel out."""
-    if type(layer) is keras.layers.EinsumDense:
-        return "." not in layer.equation
-    # One product already, and better off that way unless it comes in parts.
-    return _comes_in_parts(*layer.kernel.shape)
+def _flat_of(layer, x):
+    """Returns the `_Flat` of a layer, if there is one and `x` is one row."""
+    flat = (_matrices.get() or {}).get(id(layer))
+    return flat if flat is not None and is_one_row(x) else None
 
 
 def _comes_in_parts(size, width):
@@ -155,36 +158,42 @@ def _comes_in_parts(size, width):
     return large and keras.backend.backend() == "tensorflow"
 
 
-def _laid_flat(layer):
-    """Returns a kernel as `(D, V)`, or on TensorFlow in parts, `(P, D / P, V)`.
+class _Flat:
+    """A layer applied to one row, by its kernel laid flat.
 
     XLA on a CPU multiplies one row by a large matrix a sixth to a third faster as a
     batch of products with some of its rows each, which are then summed: so it
     reaches the speed that it has with a matrix laid the other way round.
+
+    Args:
+        layer: An `EinsumDense` or `Dense`.
+        inputs: How many leading axes of its kernel are summed over.
+        outputs: How many trailing axes it has besides.
     """
-    kernel = ops.convert_to_tensor(layer.kernel)
-    inputs = len(layer.equation.split(",")[0]) - 1 if hasattr(layer, "equation") else 1
-    size, width = math.prod(kernel.shape[:inputs]), math.prod(kernel.shape[inputs:])
-    if _comes_in_parts(size, width):
-        return ops.reshape(kernel, (PARTS, size // PARTS, width))
-    return ops.reshape(kernel, (size, width))
 
+    def __init__(self, layer, inputs, outputs):
+        self.layer = layer
+        kernel = ops.convert_to_tensor(layer.kernel)
+        size, width = math.prod(kernel.shape[:inputs]), math.prod(kernel.shape[inputs:])
+        self.parts = PARTS if _comes_in_parts(size, width) else None
+        # (D, V), or (P, D / P, V).
+        shape = (self.parts, size // self.parts) if self.parts else (size,)
+        self.matrix = ops.reshape(kernel, (*shape, width))
+        self.shape = (1, *kernel.shape[-outputs:])
 
-def _one_row(layer, matrix, x):
-    """Applies a layer to `(1, 1, ...)` by its kernel laid flat."""
-    parts = matrix.shape[0] if len(matrix.shape) == 3 else None
-    row = ops.cast(ops.reshape(x, (1, -1)), layer.compute_dtype)
-    matrix = ops.cast(matrix, row.dtype)
-    if parts is None:
-        result = ops.matmul(row, matrix)
-    else:
-        result = ops.matmul(ops.reshape(row, (parts, 1, -1)), matrix)
-        result = ops.sum(result, axis=0)
-    outputs = layer.equation.split("->")[1] if hasattr(layer, "equation") else "bv"
-    result = ops.reshape(result, (1, *layer.kernel.shape[1 - len(outputs) :]))
-    if layer.bias is not None:
-        result = ops.add(result, ops.cast(layer.bias, row.dtype))
-    return result[None]
+    def __call__(self, x):
+        """Maps `(1, 1, ...)` to `(1, 1, ...)`."""
+        row = ops.cast(ops.reshape(x, (1, -1)), self.layer.compute_dtype)
+        matrix = ops.cast(self.matrix, row.dtype)
+        if self.parts:
+            result = ops.matmul(ops.reshape(row, (self.parts, 1, -1)), matrix)
+            result = ops.sum(result, axis=0)
+        else:
+            result = ops.matmul(row, matrix)
+        result = ops.reshape(result, self.shape)
+        if self.layer.bias is not None:
+            result = ops.add(result, ops.cast(self.layer.bias, row.dtype))
+        return result[None]
 
 
 def project(x, kernel, equation):

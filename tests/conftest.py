@@ -47,6 +47,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     backend = keras.backend.backend()
+    if not hasattr(config, "cache"):
+        return  # `-p no:cacheprovider`: nothing can be kept
     if backend in XLA_PROBES and "XLA_FLAGS" not in os.environ:
         compile_in_a_hurry(config, backend)
     if backend == "jax":

@@ -12,7 +12,8 @@ from keras import ops
 
 from keras_tx import cache, kernels
 
-# So many rows read in blocks of `cache.BLOCK` slots where little is filled.
+# So many rows, of no more queries each, read all slots, or blocks of `cache.BLOCK` of
+# them where few are filled; more queries always read blocks.
 FEW_ROWS = 4
 
 # A block is copied to be read, which takes as long as to read so many blocks where
@@ -62,7 +63,6 @@ class _Reading:
         groups = num_heads // num_kv_heads
         self.rows = (batch, num_kv_heads, groups, length)
         self.held, self.scale, self.soft_cap = held, scale, soft_cap
-        self.dtype = query.dtype
         # (B, T, N, H) -> (B, K, G T, H): one product for all that share a key head.
         grouped = ops.reshape(query, (batch, length, num_kv_heads, groups, head_dim))
         grouped = ops.transpose(grouped, (0, 2, 3, 1, 4))
@@ -184,15 +184,14 @@ class _Reading:
 
     def is_as_computed(self):
         """Whether keys and values are kept in the dtype that they are computed in."""
-        same = kernels.dtype_name(self.held.key) == kernels.dtype_name(self.query)
-        return same and self.held.key_scale is None
+        return kernels.dtype_name(self.held.key) == kernels.dtype_name(self.query)
 
     def as_computed(self, x, scale):
         """Keys or values as they were before they were kept in another dtype."""
         if scale is not None:
             x = ops.cast(x, "float32") * scale
         same = kernels.dtype_name(x) == kernels.dtype_name(self.query)
-        return x if same else ops.cast(x, self.dtype)
+        return x if same else ops.cast(x, self.query.dtype)
 
     def scores(self, key, allowed, bias):
         """Scores `(B, K, G, T, S)`, and where they count."""
@@ -233,4 +232,4 @@ class _Reading:
         batch, num_kv_heads, groups, length = self.rows
         mixed = ops.transpose(mixed, (0, 3, 1, 2, 4))
         shape = (batch, length, num_kv_heads * groups, mixed.shape[-1])
-        return ops.cast(ops.reshape(mixed, shape), self.dtype)
+        return ops.cast(ops.reshape(mixed, shape), self.query.dtype)
